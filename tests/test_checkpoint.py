@@ -120,6 +120,24 @@ def test_what_was_not_lost_stays_though_another_loss_ends_the_recovery(tmp_path,
     check_equal(state_of(model), expected)
 
 
+@pytest.mark.parametrize("ps", [0, 2])
+def test_staleness_is_not_counted_twice_when_a_server_of_several_is_restored(cluster, tmp_path, ps):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = make_model(strategy, 4)
+    fit(model)
+    checkpoint.save(tmp_path / "first", model)
+    states = [s for s in model.optimizer.states if hasattr(s.variable, "physical_table")]
+    counters = {state.variable.physical_table.ps: state.counters for state in states}
+    assert sorted(counters) == [0, 1, 2, 3]
+    total, lost = strategy.staleness(model).rows.count, counters[ps].numpy()[0]
+    assert 0 < lost < total
+    there = [v._value for v in [*model.variables, *model.optimizer.variables]]
+    gone = [v for v in there if f"ps/replica:0/task:{ps}/" in v.device]
+    assert any(v is counters[ps]._value for v in gone)
+    restoring.restore_lost(str(tmp_path / "first"), model, gone)
+    assert strategy.staleness(model).rows.count == total - lost
+
+
 @given(st.data())
 def test_each_row_goes_where_the_new_division_has_it(data):
     rows = data.draw(st.integers(1, 40))
@@ -174,6 +192,36 @@ def test_tables_are_restored_however_they_are_divided(cluster, tmp_path, shards)
     fit(second, seed=2)
     checkpoint.restore(tmp_path / "first", second)
     check_equal(state_of(first), state_of(second))
+
+
+def test_copies_of_other_variables_than_here_are_left_out_with_a_warning(
+    clusters, tmp_path, caplog
+):
+    def hop(ps):
+        cluster = clusters.get(workers=2, ps=ps, processes=0)
+        return recsync.HopStrategy(cluster, recsync.topology.ring(2))
+
+    first = make_model(hop(ps=0))
+    fit(first)
+    checkpoint.save(tmp_path / "first", first)
+    expected = state_of(first)
+    copies = first.distribute_strategy.copies(first)
+    assert not np.array_equal(copies[0][-1], copies[1][-1])
+    # There is one number more that is copied with a learning rate than with a schedule.
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1000, 0.5)
+
+    def with_schedule():
+        return recsync.optimizers.Adagrad(schedule, swap=recsync.Swap(period=3))
+
+    for ps, optimizer in ((0, with_schedule), (2, with_swap)):
+        caplog.clear()
+        strategy = hop(ps)
+        second = make_model(strategy, optimizer=optimizer)
+        checkpoint.restore(tmp_path / "first", second)
+        assert "do not fit this strategy and cluster: the checkpoint holds" in caplog.text
+        check_equal(state_of(second), expected)
+        for own in strategy.copies(second):
+            np.testing.assert_array_equal(own[-1], expected[1][-1])
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import threading
 
 import keras
 import numpy as np
@@ -373,7 +374,7 @@ def test_each_fit_begins_with_a_full_one_and_so_does_what_follows_a_failure(tmp_
 
     with monkeypatch.context() as patch:
         patch.setattr(blocks.Source, "write", fail)
-        with pytest.raises(RuntimeError, match=r"no room; .*/8 is whole"):
+        with pytest.raises(RuntimeError, match=r"no room; .*/8 is whole.*start the program again"):
             model.fit(ones.dataset(3, 5), verbose=0, callbacks=[callback])
     model.fit(ones.dataset(2, 5), verbose=0, callbacks=[callback])
     kinds = [saved.is_delta for saved in callback.saved]
@@ -382,12 +383,83 @@ def test_each_fit_begins_with_a_full_one_and_so_does_what_follows_a_failure(tmp_
     assert ones.check_rows(tmp_path / "10") == 3 + 3 + 3 + 2
 
 
+class Sets(keras.callbacks.Callback):
+    """Has rows set after the second batch."""
+
+    def __init__(self, action):
+        super().__init__()
+        self._action = action
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            self._action(self.model)
+
+
+def saved_good(folder, value):
+    """A checkpoint of a model whose rows have had no update."""
+    model = ones.make_model(rows=5)
+    model.set_weights([np.full([5, 3], value)])
+    model.optimizer.build(model.trainable_variables)
+    checkpoint.save(folder / "good", model)
+    return folder / "good"
+
+
+def test_the_checkpoint_after_another_one_was_restored_within_fit_is_full(tmp_path):
+    good, model = saved_good(tmp_path, 7.0), ones.make_model(rows=5)
+    callback = Waiting(tmp_path / "own", every_steps=2, full_every=9, keep=None)
+    sets = Sets(lambda model: checkpoint.restore(good, model))
+    # After two more updates the row has the version again that was saved before.
+    data = {"ids": np.zeros([6, 1])}, np.zeros([6, 1])
+    model.fit(*data, batch_size=1, verbose=0, callbacks=[callback, sets])
+    assert [saved.is_delta for saved in callback.saved] == [False, False, True]
+    for saved, updates in zip(callback.saved, (2, 2, 4), strict=True):
+        restored = ones.make_model(rows=5)
+        checkpoint.restore(saved.path, restored)
+        begin = 1.0 if saved is callback.saved[0] else 7.0
+        expected = np.full([5, 3], begin)
+        # The gradient of each is 1, and accumulators begin with 0.1.
+        expected[0] -= np.sum(0.1 / np.sqrt(0.1 + np.arange(1, updates + 1)))
+        np.testing.assert_allclose(restored.get_weights()[0], expected, rtol=1e-5)
+
+
+def test_the_checkpoint_after_a_table_on_servers_was_assigned_is_full(cluster, tmp_path):
+    model = ones.make_model(recsync.AsyncStrategy(cluster), rows=5, shards=1)
+    callback = Waiting(tmp_path, every_steps=2, full_every=9, keep=None)
+    sets = Sets(lambda model: model.set_weights([np.full([5, 3], 7.0)]))
+    model.fit(ones.dataset(6), verbose=0, callbacks=[callback, sets])  # Of the first row.
+    # The first one was saved when training began.
+    assert [saved.is_delta for saved in callback.saved] == [False, True, False, True]
+    rows = checkpoint.open(callback.saved[-1].path).rows("rows/ones")
+    np.testing.assert_array_equal(rows[1:], 7.0)
+
+
+def test_what_is_being_written_while_rows_are_set_is_written_anew(tmp_path, monkeypatch):
+    good, model = saved_good(tmp_path, 1.0), ones.make_model(rows=5)
+    is_set = threading.Event()
+    write = blocks.Source.write
+
+    def write_when_rows_are_set(*args):
+        assert is_set.wait(300)
+        return write(*args)
+
+    def restore(model):
+        checkpoint.restore(good, model)
+        is_set.set()
+
+    monkeypatch.setattr(blocks.Source, "write", write_when_rows_are_set)
+    callback = Checkpoint(tmp_path / "own", every_steps=1, keep=None)
+    model.fit(ones.dataset(2), verbose=0, callbacks=[callback, Sets(restore)])
+    assert checkpoint.open(callback.saved[0].path).global_step == 0
+    assert numbers(tmp_path / "own") == [1]
+
+
 @pytest.mark.full
 def test_a_program_that_is_killed_while_it_writes_a_delta_goes_on_from_the_one_before(
     tmp_path, request
 ):
     ones.kill_while_it_writes(tmp_path, request, full_every=5, saved=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".publishing-3", "1", "2"]
+    left, *whole = sorted(path.name for path in tmp_path.iterdir())
+    assert left.startswith(".publishing-3-") and whole == ["1", "2"]
     assert checkpoint.open(checkpoint.latest(tmp_path)).base == str(tmp_path / "1")
     updates = ones.check_rows(checkpoint.latest(tmp_path))
     assert updates >= 2

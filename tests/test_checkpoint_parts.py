@@ -15,7 +15,7 @@ BATCH, BATCHES = 2, 16
 DAYS = ["2024-05-01", "2024-05-02", "2024-05-03"]
 
 
-def make_model(strategy=None):
+def make_model(strategy=None, **options):
     """Each batch moves the weight of its number by one, less as often as it was seen."""
     with (strategy or tf.distribute.get_strategy()).scope():
         model = keras.Sequential(
@@ -24,7 +24,7 @@ def make_model(strategy=None):
                 keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
             ]
         )
-        model.compile(recsync.optimizers.SGD(1.0), loss=lambda y, p: p)
+        model.compile(recsync.optimizers.SGD(1.0, **options), loss=lambda y, p: p)
     return model
 
 
@@ -113,6 +113,30 @@ def test_a_program_that_died_goes_through_the_days_and_does_what_is_left(
     np.testing.assert_array_equal(seen(third), 1)
 
 
+def test_a_second_model_goes_on_with_the_callbacks_of_the_first(tmp_path):
+    callbacks = {day: Checkpoint(tmp_path, part=day, every_steps=1, keep=None) for day in DAYS}
+    with pytest.raises(KeyboardInterrupt):
+        train(make_model(), DAYS, callbacks.get, dies=Dies(DAYS[1]))
+    second = make_model()
+    assert train(second, DAYS, callbacks.get) == {DAYS[0]: [], DAYS[1]: [0], DAYS[2]: [0]}
+    np.testing.assert_array_equal(seen(second)[[0, 2]], 1)
+    assert callbacks[DAYS[0]].restored is not None
+
+
+def test_days_that_are_done_leave_weights_whose_averages_are_kept_as_they_were(tmp_path):
+    options = {"use_ema": True, "ema_momentum": 0.5}
+    make = makers(tmp_path, every_steps=1, keep=None)[WAYS[2]]
+    with pytest.raises(KeyboardInterrupt):
+        train(make_model(**options), DAYS, make, dies=Dies(DAYS[2]))
+    saved, second = make_model(**options), make_model(**options)
+    checkpoint.restore(checkpoint.latest(tmp_path), saved)
+    assert train(second, DAYS[:2], make) == {DAYS[0]: [], DAYS[1]: []}
+    np.testing.assert_array_equal(seen(second), seen(saved))
+    # What follows is averaged: each batch of the last day counts less than 1.
+    assert train(second, DAYS[2:], make) == {DAYS[2]: [0]}
+    assert 0 < seen(second)[2, -1] < 1
+
+
 @pytest.mark.full
 def test_each_day_may_have_a_program_of_its_own_that_is_started_again(tmp_path):
     def program(day, dies=None):
@@ -149,7 +173,9 @@ def test_a_part_that_can_t_be_is_refused(tmp_path):
 def test_checkpoints_in_folders_with_other_names_are_spoken_of(tmp_path, caplog):
     model = make_model()
     checkpoint.save(tmp_path / "2024-05-01", model)
+    checkpoint.save(tmp_path / "001", model)
     assert checkpoint.latest(tmp_path) is None
-    assert "2024-05-01" in caplog.text and "numbers" in caplog.text
+    assert "has checkpoints in 001, 2024-05-01, but" in caplog.text
+    assert "names are numbers without leading zeros" in caplog.text
     checkpoint.save(tmp_path / "1", model)
     assert checkpoint.latest(tmp_path) == str(tmp_path / "1")

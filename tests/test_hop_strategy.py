@@ -181,7 +181,7 @@ def test_workers_of_another_number_begin_with_the_mean(cluster, caplog):
 
     # Of an optimizer that keeps less.
     _, _, workers = recording(cluster, topo, lambda: keras.optimizers.SGD(RATE))
-    with pytest.raises(ValueError, match=f"holds .* copies of {WORKERS} workers; the model"):
+    with pytest.raises(ValueError, match=f"holds .* copies of {WORKERS} workers, each"):
         workers.deserialize(saved)
 
 

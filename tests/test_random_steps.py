@@ -8,6 +8,7 @@ import tensorflow as tf
 import tf_recsync as recsync
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
 from tf_recsync.strategies.model_variables import optimizers_of
+from tf_recsync.strategies.recovery import make_anew
 from tf_recsync.synchronization.lookups import find_lookups
 from tf_recsync.synchronization.pull_push import Layout
 
@@ -174,3 +175,20 @@ def test_random_layers_drop_others_in_each_pass_and_in_each_batch(clusters, make
     assert losses[4] != losses[5]
     predicted = [model.predict(data.repeat(4), verbose=0) for _ in range(2)]
     assert len(np.unique(np.concatenate(predicted))) == 2 * 4 * 4
+
+
+def test_layers_whose_seeds_were_lost_with_a_server_draw_other_numbers_than_each_other(cluster):
+    with recsync.AsyncStrategy(cluster).scope():
+        dropouts = [keras.layers.Dropout(0.5, name=f"dropout_{i}") for i in range(4)]
+        model = keras.Sequential([keras.Input((100,)), *dropouts])
+    states = [layer.seed_generator.state for layer in dropouts]
+    before = [state.numpy() for state in states]
+    made = make_anew(model, [("ps", 1)])
+    is_lost = [any(state._value is one for one in made) for state in states]
+    assert sorted(is_lost) == [False, False, True, True]
+    for lost, state, own in zip(is_lost, states, before, strict=True):
+        assert lost or np.array_equal(state.numpy(), own)
+    masks = [layer(np.ones([1, 100]), training=True).numpy().ravel() for layer in dropouts]
+    for i, one in enumerate(masks):
+        for other in masks[:i]:
+            assert not np.array_equal(one, other)

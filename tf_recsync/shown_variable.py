@@ -40,7 +40,10 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
             called before this process reads or assigns the variable.
         log_decays: a variable beside it with what `settle` applies; None: there is none.
         guard: sees to it that no call to the variable's server waits for ever; None: nobody does.
+        assignments: how often this process has set it, or rows of it.
     """
+
+    assignments = 0
 
     log_decays: Any = None
     before_read: Callable[[], object] | None = None
@@ -91,6 +94,7 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
 
     def tell_of_assignment(self) -> None:
         """Tells the owner that this process is about to set it; it is up to date then."""
+        self.assignments += 1
         with self.guarded():
             if self.before_assign is not None:
                 self.before_assign()
@@ -161,6 +165,19 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
 def shown(variable: tf.Variable) -> ShownVariable | None:
     """The variable itself; None if it is of another kind."""
     return variable if isinstance(variable, ShownVariable) else None
+
+
+def tell_of_assignment(variable: tf.Variable) -> None:
+    """Tells a variable's owner that this process is about to set it, whatever kind it is of."""
+    if isinstance(variable, ShownVariable):
+        variable.tell_of_assignment()
+    else:
+        variable.assignments = assignments_of(variable) + 1
+
+
+def assignments_of(variable: tf.Variable) -> int:
+    """How often this process has told that it sets a variable."""
+    return getattr(variable, "assignments", 0)
 
 
 def guarded(variable: tf.Variable) -> contextlib.AbstractContextManager:

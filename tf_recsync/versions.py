@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import Mapping
@@ -55,11 +56,14 @@ class Versions:
     who name the target share. So what an interrupted call of `fit` has left writing comes to its
     end before that of the next call begins, which would take it for something left behind.
 
-    Where a folder is renamed in one operation, a version is written to `.publishing-<number>` and
-    renamed at the end, so that its number is there when it is whole. Elsewhere, as in object
-    stores, where renaming is copying, it is written to `<number>`, and a file
-    `.publishing-<number>` beside it says that it is not whole yet. In either case a version that
-    is whole has a file, `published.json` by default, which is written last.
+    Where a folder is renamed in one operation, a version is written to
+    `.publishing-<number>-<token>` and renamed at the end, so that its number is there when it is
+    whole. Elsewhere, as in object stores, where renaming is copying, it is written to `<number>`,
+    and a file `.publishing-<number>-<token>` beside it says that it is not whole yet. In either
+    case a version that is whole has a file, `published.json` by default, which is written last.
+
+    The token is each program's own: should a second program write there nevertheless, it removes
+    what the first one has not finished, whose next version fails, and that is all.
 
     Args:
         target: the folder, a path that `tf.io.gfile` knows.
@@ -69,6 +73,7 @@ class Versions:
     def __init__(self, target: str | os.PathLike, marker: str = MARKER):
         self._target = checked_path(target, "target")
         self._marker_name = marker
+        self._token = secrets.token_hex(4)
         scheme, found, _ = self._target.partition("://")
         name = self._target.rstrip("/") if found else os.path.realpath(self._target)
         with _locks_lock:
@@ -104,14 +109,18 @@ class Versions:
         """
         names = self._names()
         numbers = [number for number in map(_number, names) if number is not None]
-        for name in names:
-            if name.startswith(_UNFINISHED) and _number(name[len(_UNFINISHED) :]) is not None:
-                left = int(name[len(_UNFINISHED) :])
-                try:
-                    self._remove_unfinished(left)
-                except (OSError, tf.errors.OpError) as error:  # As of a file that somebody reads.
-                    logging.warning("%s could not be removed: %s", self._note(left), error)
-                    numbers.append(left)
+        for note in names:
+            left = _number(note.removeprefix(_UNFINISHED).partition("-")[0])
+            if not note.startswith(_UNFINISHED) or left is None:
+                continue
+            if not self._renames:
+                numbers.append(left)  # Whoever began it may still write there.
+            note = os.path.join(self._target, note)
+            try:
+                self._remove_unfinished(left, note)
+            except (OSError, tf.errors.OpError) as error:  # As of a file that somebody reads.
+                logging.warning("%s could not be removed: %s", note, error)
+                numbers.append(left)
         number = max(numbers, default=0) + 1
         if self._renames:
             return number, self._note(number)
@@ -124,7 +133,13 @@ class Versions:
         Args:
             number: its number.
             about: what its marker says of it, beside the number.
+
+        Raises:
+            OSError: if another program has removed it.
+            tf.errors.OpError: if it can't be written.
         """
+        if not tf.io.gfile.exists(self._note(number)):
+            raise OSError(f"{self._note(number)} is gone: another program writes there, too")
         folder = self._note(number) if self._renames else self.path(number)
         with tf.io.gfile.GFile(os.path.join(folder, self._marker_name), "w") as file:
             file.write(json.dumps({"version": number, **about}) + "\n")
@@ -132,6 +147,10 @@ class Versions:
             tf.io.gfile.rename(folder, self.path(number))
         else:
             tf.io.gfile.remove(self._note(number))
+
+    def give_up(self, number: int) -> None:
+        """Removes what was written of a version that was begun, and nothing of another program."""
+        self._remove_unfinished(number, self._note(number))
 
     def remove(self, number: int) -> None:
         """Removes a version, whole or not; it is never seen by halves."""
@@ -142,11 +161,10 @@ class Versions:
             self._write_note(number)
             if tf.io.gfile.exists(self._marker(number)):
                 tf.io.gfile.remove(self._marker(number))
-        self._remove_unfinished(number)
+        self._remove_unfinished(number, self._note(number))
 
-    def _remove_unfinished(self, number: int) -> None:
+    def _remove_unfinished(self, number: int, note: str) -> None:
         """Removes what was left behind before a version was whole, or when it was removed."""
-        note = self._note(number)
         is_whole = tf.io.gfile.exists(self._marker(number))
         if not self._renames and not is_whole and tf.io.gfile.exists(self.path(number)):
             tf.io.gfile.rmtree(self.path(number))
@@ -160,7 +178,7 @@ class Versions:
             file.write(f"Version {number} is being written or removed, until this is gone.\n")
 
     def _note(self, number: int) -> str:
-        return os.path.join(self._target, f"{_UNFINISHED}{number}")
+        return os.path.join(self._target, f"{_UNFINISHED}{number}-{self._token}")
 
     def _marker(self, number: int) -> str:
         return os.path.join(self.path(number), self._marker_name)
@@ -173,4 +191,5 @@ class Versions:
 
 
 def _number(name: str) -> int | None:
-    return int(name) if name.isdecimal() else None
+    # Not with leading zeros: it is by the number that a folder is found again.
+    return int(name) if name.isdecimal() and name == str(int(name)) else None

@@ -43,6 +43,11 @@ class WritingBeside(keras.callbacks.Callback):
     """
 
     _noun = ""  # What a version is, for errors and the log.
+    # How to go on when one could not be written.
+    _advice = (
+        "The model has all that it was trained on; if fit is called again, it trains the model on "
+        "its data from the beginning"
+    )
 
     def __init__(
         self,
@@ -232,7 +237,7 @@ class WritingBeside(keras.callbacks.Callback):
         try:
             self._versions.finish(number, write(folder))
         except Exception:
-            self._forget(number)
+            self._make_room(number, self._versions.give_up)
             raise
         seconds, self._last = time.monotonic() - self._began, self._versions.path(number)
         self._written(number, step, pause, seconds)
@@ -245,12 +250,12 @@ class WritingBeside(keras.callbacks.Callback):
         if self._keep is not None:
             # The newest first: it may need older ones.
             for old in reversed(self._unneeded(self._versions.published(), self._keep)):
-                self._forget(old)
+                self._make_room(old, self._versions.remove)
 
-    def _forget(self, number: int) -> None:
-        """Makes room, if that is possible: a version can't be used, or is not needed any more."""
+    def _make_room(self, number: int, remove: Callable[[int], None]) -> None:
+        """Removes a version, if that is possible: it can't be used, or is not needed any more."""
         try:
-            self._versions.remove(number)
+            remove(number)
         except (OSError, tf.errors.OpError) as error:
             logging.warning("%s could not be removed: %s", self._versions.path(number), error)
 
@@ -287,8 +292,7 @@ class WritingBeside(keras.callbacks.Callback):
         kept = "nothing was written before" if self._last is None else f"{self._last} is whole"
         return RuntimeError(
             f"a {self._noun} could not be written to {name}={value!r}: {reason}; {kept}. The "
-            "folder must be one that can be written and has room; then call fit again, as the "
-            "model has all that it was trained on"
+            f"folder must be one that can be written and has room. {self._advice}"
         )
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 from absl import logging
 
@@ -18,6 +19,7 @@ from tf_recsync.checkpoint.parts import DONE, PART, Part, Progress, progress_of,
 from tf_recsync.checkpoint.restoring import restore, restore_lost
 from tf_recsync.checkpoint.saving import Writer, check_folder, check_metadata
 from tf_recsync.checkpoint.writing_rows import WritingRows
+from tf_recsync.optimizers.base import parts_of
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.fit_strategy import FitStrategy
@@ -72,11 +74,12 @@ class Checkpoint(WritingRows):
     on, whose folders must stay beside its own. For that, servers note the version of each row that
     they write, in 8 bytes for each row of the tables, which they keep as long as `fit` runs.
     Updates take no longer. The first checkpoint of each call of `fit` is full, and so is the one
-    after one that could not be saved, or after the loss of a parameter server. Tables whose rows
-    change in other ways than by updates that name them are whole in each checkpoint: with
+    after one that could not be saved, after the loss of a parameter server, and after a callback
+    has restored a checkpoint, loaded weights or, under a strategy of this package, assigned a
+    table. (Without a strategy, what is assigned to a table is in the next full one.) Tables whose
+    rows change in other ways than by updates that name them are whole in each checkpoint: with
     `use_ema`, a constraint, or `lazy=False`, with Keras's optimizers, with `weight_decay` where
-    they lie on no parameter server, and where each worker has a copy of them. What else changes
-    rows while `fit` runs, such as a callback that sets weights, is in the next full one.
+    they lie on no parameter server, and where each worker has a copy of them.
 
     If this process dies, the same program goes on: at its first `fit` the latest checkpoint is
     restored, whatever the strategy and the number of servers then, and the epoch in which it was
@@ -102,9 +105,10 @@ class Checkpoint(WritingRows):
         full_every: how many checkpoints there are from one full one to the next, at least 1; those
             between are deltas. Default 1: all are full.
         at_end: whether one is saved when training ends, too. Default True.
-        resume: whether the first `fit` of a model restores the latest checkpoint, if there is one.
-            Default True. What was saved at the end of `fit` has no epoch left, so that the same
-            `fit` ends at once, with a warning.
+        resume: whether the first `fit` of a model restores the latest checkpoint, if there is one;
+            later calls go on with what the model has. Default True. What was saved at the end of
+            `fit` has no epoch left, so that the same `fit` ends at once, with a warning. If a
+            callback had stopped it, as `EarlyStopping` does, the epochs that were left follow.
         part: a name of what a call of `fit` trains on, such as the day of its data. A part that is
             done is not trained on again: once `fit` was called for another part, or no epoch is
             left. None (the default): parts are numbered by the calls of `fit` of this model in
@@ -157,6 +161,11 @@ class Checkpoint(WritingRows):
     """
 
     _noun = "checkpoint"
+    _advice = (
+        "Then start the program again, to go on from the last whole one: if fit is called again in "
+        "this one, it trains the model on its data from the beginning, also on those that it has "
+        "been trained on"
+    )
 
     def __init__(
         self,
@@ -214,6 +223,8 @@ class Checkpoint(WritingRows):
         self._has_begun = False  # Whether the first epoch of `fit` has.
         self._own: set[str] = set()  # The checkpoints that this call of `fit` has saved.
         self._resumed: str | None = None  # The one that it was restored from.
+        # Optimizers that put no moving averages into weights when this call of `fit` ends.
+        self._unaveraged: list[keras.optimizers.Optimizer] = []
 
     def on_train_end(self, logs=None):
         try:
@@ -222,6 +233,7 @@ class Checkpoint(WritingRows):
             function = self.model.train_function
             if isinstance(function, TrainFunction):
                 function.end_recovery()
+            self._average_again()
         self.model._initial_epoch = None
         self._progress.calls += 1
 
@@ -245,6 +257,7 @@ class Checkpoint(WritingRows):
         self._has_begun = False
         self._epoch, self._resumed = 0, None
         self._own.clear()
+        self._average_again()  # If the last call had an error.
         super()._prepare()
         if not self.model.built:
             raise ValueError(
@@ -258,10 +271,10 @@ class Checkpoint(WritingRows):
             if latest is not None:
                 progress.restored(latest, restore(latest, self.model))
                 self.restored = latest
-        self._resume = False  # Later calls of `fit` go on with what the model has.
         part = self._part or progress.calls + 1
         if progress.is_done(part):
             self.model._initial_epoch = sys.maxsize
+            self._leave_unaveraged()
             logging.warning(
                 "This call of fit trains on nothing: %s was done before %s, in which %s was "
                 "saved. %s",
@@ -289,6 +302,22 @@ class Checkpoint(WritingRows):
             if self._resumed is None and not function.unrestored:
                 self._begin()
                 self._wait()
+
+    def _leave_unaveraged(self) -> None:
+        """Has `fit` leave weights as they are, which Keras sets to moving averages at its end.
+
+        What was restored may be of the middle of a later call.
+        """
+        parts = parts_of(self.model.optimizer)
+        inner = [getattr(part, "inner_optimizer", part) for part in parts]
+        self._unaveraged = [part for part in inner if part.use_ema]
+        for part in self._unaveraged:
+            part.use_ema = False
+
+    def _average_again(self) -> None:
+        for part in self._unaveraged:
+            part.use_ema = True
+        self._unaveraged = []
 
     def _go_on(self, part: Part) -> None:
         """Has `fit` begin where it was when the checkpoint was saved that the model is at."""
@@ -391,7 +420,7 @@ def latest_checkpoint(folder: str | os.PathLike) -> str | None:
 
     Args:
         folder: where `callbacks.Checkpoint` saves them, or `checkpoint.save` in folders whose
-            names are numbers. Of others it warns.
+            names are numbers without leading zeros. Of others it warns.
 
     Returns:
         The path of the checkpoint; None if there is none.
@@ -414,7 +443,8 @@ def latest_checkpoint(folder: str | os.PathLike) -> str | None:
     others = [os.path.basename(os.path.dirname(path)) for path in _indices_below(folder)]
     if others:
         logging.warning(
-            "%s has checkpoints in %s, but only folders whose names are numbers are looked at",
+            "%s has checkpoints in %s, but only folders whose names are numbers without leading "
+            "zeros are looked at",
             *(folder, ", ".join(sorted(others))),
         )
     return None

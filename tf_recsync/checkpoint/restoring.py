@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -20,6 +20,7 @@ from tf_recsync.checkpoint.saving import (
     decays_of_tables,
     is_of_table,
     on_servers,
+    optimizers_of,
     owners_of,
     tables_of,
     weights_of,
@@ -28,7 +29,7 @@ from tf_recsync.checkpoint.weights import load_weights
 from tf_recsync.cluster import fetch
 from tf_recsync.embedding.table_rows import RowsApart, TableRows
 from tf_recsync.optimizers.per_table import check_parts, named_parts
-from tf_recsync.optimizers.saving import check_signature
+from tf_recsync.optimizers.saving import check_signature, counters_of_collections
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 
 
@@ -38,7 +39,8 @@ def restore(path: str | os.PathLike, model: keras.Model, *, verify: bool = True)
     The strategy may be another one, the number of parameter servers as well, and tables may be
     split and placed otherwise: servers read the blocks of files side by side, and send each other
     the rows that belong elsewhere. The copies of workers or groups are taken over where the
-    strategy has copies; on another number of them, all begin with the mean. Of a delta, which
+    strategy has copies; on another number of them, or where workers have copies of other variables,
+    as of tables, all begin with the mean. Of a delta, which
     `callbacks.Checkpoint` has saved with `full_every`, the full checkpoint that it is based on is
     restored first, then all deltas up to it in their order.
 
@@ -104,6 +106,7 @@ def _restored(
     for folder, own in chain:
         contents = {name: content_of(folder, name, about) for name, about in own.files.items()}
     _check_blocks(chain, model, verify)
+    restore_copies = _copies_to_restore(path, contents.get(WORKERS), model)
     # From here on, things change. Where rows belong, Keras finds out as it loads all else.
     rows = RowsApart({number: own.shape for number, own in enumerate(index.rows)})
     kept = [] if lost is None else _kept(model, lost)
@@ -120,11 +123,31 @@ def _restored(
         _restore_rows(folder, own, model, targets, log_decays)
     for own_rows in targets.values():
         own_rows.tell_of_change()
-    strategy = model.distribute_strategy
-    if WORKERS in contents and isinstance(strategy, CopiedStrategy) and optimizer is not None:
-        strategy.worker_states(model).deserialize(contents[WORKERS])
+    restore_copies()
     logging.info("Restored global step %d from %s.", index.global_step, path)
     return dict(index.metadata)
+
+
+def _copies_to_restore(path: str, content: bytes | None, model: keras.Model) -> Callable[[], None]:
+    """What gives groups the copies of a checkpoint when all else is restored.
+
+    Which variables groups have copies of depends on where tables are. Where these are others than
+    in the checkpoint, all groups begin with the weights, which are the mean of the copies.
+    """
+    strategy = model.distribute_strategy
+    if content is None or not isinstance(strategy, CopiedStrategy) or model.optimizer is None:
+        return lambda: None
+    states = strategy.worker_states(model)
+    try:
+        parsed = states.parsed(content)
+    except ValueError as error:
+        logging.warning(
+            "All groups begin with what the weights of %s are, as the copies of its groups do not "
+            "fit this strategy and cluster: %s",
+            *(path, error),
+        )
+        return lambda: None
+    return functools.partial(states.restore, parsed)
 
 
 def _assign(values: list[tuple[tf.Variable, np.ndarray]]) -> None:
@@ -140,16 +163,26 @@ def _assign(values: list[tuple[tf.Variable, np.ndarray]]) -> None:
 
 
 def _kept(model: keras.Model, lost: Collection[int]) -> list[tuple[tf.Variable, np.ndarray]]:
-    """The variables of no collection's table that were not lost, and their values."""
+    """What variables of no collection's table get after a checkpoint was loaded, if some were lost.
+
+    Those that were not lost get the values that they have now.
+    """
     # The rows of tables, and what lies beside them, are restored by themselves.
     beside = {n for n, table in owners_of(model).items() if hasattr(table, "physical_table")}
     beside |= {id(log_decays) for log_decays in decays_of_tables(model).values()}
     found = {id(v._value): v for v in [*model.variables, *model.optimizer.variables]}
-    return [
+    kept = [
         (v._value, fetch(v._value.read_value()))
         for number, v in found.items()
         if number not in lost and id(v) not in beside and not is_of_table(v)
     ]
+    for optimizer in optimizers_of(model):
+        for counters in counters_of_collections(optimizer) if hasattr(optimizer, "states") else ():
+            own = [v._value for v in counters if id(v._value) in lost]
+            if len(own) < len(counters):
+                # The sum is loaded, of which others have their shares; the lost one is not known.
+                kept += [(counter, np.zeros(counter.shape, np.int64)) for counter in own]
+    return kept
 
 
 def _only(targets: Mapping[int, TableRows], lost: Collection[int]) -> dict[int, TableRows]:

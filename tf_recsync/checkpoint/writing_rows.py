@@ -8,6 +8,7 @@ from typing import Any
 from tf_recsync._checks import check_at_least
 from tf_recsync.checkpoint.deltas import Chain
 from tf_recsync.checkpoint.index import Base, RowsIndex
+from tf_recsync.shown_variable import assignments_of
 from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.versions import Versions
 from tf_recsync.writing_beside import WritingBeside
@@ -17,7 +18,9 @@ class WritingRows(WritingBeside):
     """Writes versions of which every n-th is full; those between are deltas of the one before.
 
     A call of `fit` begins with a full one. One that was not written is followed by a full one, and
-    so is the loss of a parameter server: then rows get other versions than servers have noted.
+    so is the loss of a parameter server, or that this process has set rows of tables, as one that
+    restores a checkpoint does: then rows get other versions than servers have noted, or older ones
+    that updates may raise to these again.
 
     Args:
         versions: see `WritingBeside`, like the others.
@@ -48,8 +51,8 @@ class WritingRows(WritingBeside):
         super().__init__(versions, argument, every_seconds, every_steps, keep, at_end, timeout)
         self._full_every = full_every
         self._chain = Chain(full_every)
-        # How often variables had been made anew when what is written was read.
-        self._renewals_at_read = 0
+        # What `_changes` had counted when what is written was read.
+        self._changes_at_read = (0, 0)
         self._last_index: RowsIndex | None = None
 
     # What a subclass provides, and uses.
@@ -60,12 +63,17 @@ class WritingRows(WritingBeside):
 
     def _begin_chain(self) -> Chain:
         """To be called when something is read: the chain that it will be a part of."""
-        renewals = self._renewals()
-        if renewals != self._renewals_at_read:
-            # Rows get other versions than servers have noted, or nobody has these any more.
-            self._chain = Chain(self._full_every)
-        self._renewals_at_read = renewals
+        self._note_changes()
         return self._chain
+
+    def _note_changes(self) -> bool:
+        """Begins a new chain if rows were changed by something else than updates; whether so."""
+        changes = self._changes()
+        is_changed = changes != self._changes_at_read
+        if is_changed:
+            self._chain = Chain(self._full_every)
+        self._changes_at_read = changes
+        return is_changed
 
     def _is_there(self, base: Base) -> bool:
         """Whether a version that was written is there still: somebody may have removed it."""
@@ -83,15 +91,24 @@ class WritingRows(WritingBeside):
         Raises:
             RuntimeError: if what was written is of no use.
         """
-        if self._renewals_at_read != self._renewals():
-            raise RuntimeError("a parameter server was lost while it was written")
+        if self._changes_at_read != self._changes():
+            raise RuntimeError(
+                "a parameter server was lost, or rows of tables were set, while it was written"
+            )
         self._last_index = index
         return index.as_json()
 
-    def _renewals(self) -> int:
-        """How often variables were made anew, after the loss of a parameter server."""
+    def _changes(self) -> tuple[int, int]:
+        """How often rows were changed by something else than updates.
+
+        Returns:
+            How often variables were made anew, after the loss of a parameter server; and how often
+            this process has set tables, or rows of them.
+        """
         strategy = self.model.distribute_strategy
-        return strategy.renewals if isinstance(strategy, FitStrategy) else 0
+        renewals = strategy.renewals if isinstance(strategy, FitStrategy) else 0
+        tables = [v for v in self.model.variables if hasattr(v, "physical_table")]
+        return renewals, sum(assignments_of(table._value) for table in tables)
 
     # What `WritingBeside` asks for.
 
@@ -101,15 +118,10 @@ class WritingRows(WritingBeside):
 
     def _prepare(self) -> None:
         self._chain = Chain(self._full_every)
-        self._renewals_at_read = self._renewals()
+        self._changes_at_read = self._changes()
 
     def _is_excused(self, error: Exception) -> bool:
-        renewals = self._renewals()
-        if renewals != self._renewals_at_read:
-            self._chain = Chain(self._full_every)
-            self._renewals_at_read = renewals
-            return True
-        return super()._is_excused(error)
+        return self._note_changes() or super()._is_excused(error)
 
     def _written(self, version: int, step: int, pause: float, seconds: float) -> None:
         index = self._last_index

@@ -17,7 +17,13 @@ import numpy as np
 import tensorflow as tf
 from keras.src.saving.saving_lib import H5IOStore, safe_get_h5_dataset
 
-from tf_recsync.shown_variable import ShownVariable, assign_rows, read_rows, shown
+from tf_recsync.shown_variable import (
+    ShownVariable,
+    assign_rows,
+    read_rows,
+    shown,
+    tell_of_assignment,
+)
 
 if TYPE_CHECKING:
     from tf_recsync.embedding.physical_tables import Piece
@@ -179,8 +185,8 @@ class TableRows:
 
     def settle(self) -> None:
         """Brings the rows up to date, before they are set; those who train them know of it."""
-        for found in self._shown():
-            found.tell_of_assignment()
+        for variable in {id(v): v._value for v, _ in self.shards}.values():
+            tell_of_assignment(variable)
 
     def _shown(self) -> list[ShownVariable]:
         values = {id(v): shown(v._value) for v, _ in self.shards}.values()

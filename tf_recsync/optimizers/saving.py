@@ -100,7 +100,7 @@ def load_variables(optimizer: Any, saved: Mapping[str, Any]) -> None:
             if slot == _COUNTERS:
                 expected.add(_key(name, slot))
                 counters = _whole(saved.get(_key(name, slot)))
-                # The sum is what counts; the first variable keeps it.
+                # The sum is what counts; the first variable keeps it (`counters_of_collections`).
                 values += [
                     (v, counters if i == 0 or counters is None else np.zeros_like(counters))
                     for i, v in enumerate(variables)
@@ -436,6 +436,14 @@ def _collections(optimizer: Any) -> dict[str, list]:
         if hasattr(state.variable, "physical_table"):
             collections.setdefault(state.variable.collection, []).append(state)
     return collections
+
+
+def counters_of_collections(optimizer: Any) -> list[list[keras.Variable]]:
+    """The staleness counters of the tables of each collection, of which the sum is saved.
+
+    When it is loaded, the first one gets it, and the others are 0.
+    """
+    return [_slots(states)[_COUNTERS] for states in _collections(optimizer).values()]
 
 
 def _others(optimizer: Any, collections: dict[str, list]) -> list[keras.Variable]:

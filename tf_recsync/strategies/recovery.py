@@ -18,6 +18,7 @@ from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
 from tf_recsync.strategies.model_variables import variables_of
 from tf_recsync.strategies.watched_calls import check_parameter_servers
+from tf_recsync.synchronization.seeds import drawn_state, is_seed
 from tf_recsync.synchronization.synchronizer import Crew
 
 if TYPE_CHECKING:
@@ -194,7 +195,8 @@ def _wait_for(function: TrainFunction, deadline: float, spared: Collection[Serve
 def make_anew(model: keras.Model, servers: Iterable[Server]) -> list[ShownVariable]:
     """Makes the variables of a model and its optimizer anew that were on lost servers.
 
-    All their elements are 0.
+    All their elements are 0, but for the states of random generators, which no checkpoint has:
+    these draw new seeds, as layers with equal states would draw the same numbers.
     """
     lost = set(servers)
     found = {id(variable): variable for variable in variables_of(model)}
@@ -202,10 +204,13 @@ def make_anew(model: keras.Model, servers: Iterable[Server]) -> list[ShownVariab
     tables = [table for table in map(shown, found.values()) if table is not None]
     logs = [table.log_decays._value for table in tables if table.log_decays is not None]
     found.update({id(variable): variable for variable in logs})
+    seeds = {id(variable._value) for variable in model.variables if is_seed(variable)}
     made = []
     for variable in found.values():
         spec = tf.DeviceSpec.from_string(variable.device)
         if (spec.job, spec.task) in lost and shown(variable) is not None:
             variable.make_anew()
+            if id(variable) in seeds:
+                variable.assign(drawn_state())
             made.append(variable)
     return made

@@ -24,6 +24,11 @@ def is_seed(variable: keras.Variable) -> bool:
     return variable.path.endswith("seed_generator_state")
 
 
+def drawn_state() -> np.ndarray:
+    """The state with which a layer's generator begins that was given no seed, as Keras draws it."""
+    return np.array([random.randint(1, 10**9), 0], np.int64)
+
+
 class WorkerSeeds:
     """What workers begin with of what they keep for themselves: seeds that were not used yet.
 

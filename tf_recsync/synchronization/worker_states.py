@@ -13,6 +13,9 @@ from tf_recsync.synchronization.synchronizer import Synchronizer
 
 _FORMAT = 1
 
+# The copies by group, and what a synchronizer keeps besides.
+Parsed = tuple[dict[int, list[np.ndarray]], dict[str, np.ndarray]]
+
 
 class WorkerStates(tf.train.experimental.PythonState):
     """What a `tf.train.Checkpoint` keeps of workers that have parameters of their own.
@@ -56,10 +59,18 @@ class WorkerStates(tf.train.experimental.PythonState):
         """Takes all of it over; `tf.train.Checkpoint` calls this.
 
         Raises:
-            ValueError: if it is of another model or optimizer.
+            ValueError: if it is of other variables than are copied here.
         """
-        synchronizer = self._synchronizer()
-        variables = synchronizer.copies.seen
+        self.restore(self.parsed(value))
+
+    def parsed(self, value: bytes) -> Parsed:
+        """What `serialize` gave; nothing is changed.
+
+        Raises:
+            ValueError: if it is of other variables than are copied here.
+        """
+        copied = self._synchronizer().copies
+        variables = copied.seen
         with np.load(io.BytesIO(value)) as arrays:
             if int(arrays["format"]) != _FORMAT:
                 raise ValueError(
@@ -71,19 +82,29 @@ class WorkerStates(tf.train.experimental.PythonState):
             extras = {name: arrays[name] for name in arrays.files if name not in copies}
             if count != len(workers) * len(variables):
                 raise ValueError(
-                    f"the checkpoint holds {count} copies of {len(workers)} workers; the model "
-                    f"and its optimizer have {len(variables)} variables"
+                    f"the checkpoint holds {count} copies of {len(workers)} workers, each of which "
+                    f"has {len(variables)} variables of the model and its optimizer here"
                 )
             values = {}
             for worker in workers:
                 copies = [_read(arrays[f"{worker}/{i}"], v) for i, v in enumerate(variables)]
-                values[worker] = synchronizer.copies.divided(copies)
+                values[worker] = copied.divided(copies)
+        return values, extras
+
+    def restore(self, parsed: Parsed) -> None:
+        """Takes over what `parsed` gave; nobody may be at work."""
         with self._watched():
-            synchronizer.restore(values, extras)
+            self._synchronizer().restore(*parsed)
 
 
 def _read(serialized: np.ndarray, variable: tf.Variable) -> np.ndarray:
-    copy = tf.io.parse_tensor(serialized.tobytes(), variable.dtype).numpy()
+    try:
+        copy = tf.io.parse_tensor(serialized.tobytes(), variable.dtype).numpy()
+    except tf.errors.InvalidArgumentError as error:
+        raise ValueError(
+            f"the checkpoint holds copies of {variable.name} of another dtype than "
+            f"{variable.dtype.name}: {error.message}"
+        ) from error
     if not variable.shape.is_compatible_with(copy.shape):
         raise ValueError(
             f"the checkpoint holds copies of {variable.name} of the shape {copy.shape}, not "
