@@ -89,6 +89,22 @@ def wait_until(condition, seconds: float) -> bool:
     return condition()
 
 
+def taken(action) -> float:
+    """Seconds that a call takes."""
+    started = time.monotonic()
+    action()
+    return time.monotonic() - started
+
+
+def quickest(action, seconds: float) -> float:
+    """What a call returns, seconds, or a later one if that was more: a machine may be busy."""
+    for _ in range(20):
+        took = action()
+        if took < seconds:
+            break
+    return took
+
+
 def fits_until(condition, model: keras.Model, data: tf.data.Dataset, **options) -> int:
     """Trains on some data again and again until a condition holds; how often.
 

@@ -83,7 +83,7 @@ def run_here(path: pathlib.Path, *arguments: object) -> subprocess.CompletedProc
 
 
 def run(
-    path: pathlib.Path, *arguments: object, timeout: float = 280
+    path: pathlib.Path, *arguments: object, timeout: float = 500
 ) -> subprocess.CompletedProcess:
     """Runs a program to its end, as users start it, for so many seconds at most."""
     return subprocess.run(

@@ -457,7 +457,8 @@ def test_training_ends_at_once_when_a_worker_cannot_begin(mortal, monkeypatch):
     with pytest.raises(tf.errors.InternalError, match="no memory"):
         model.fit(dataset(), verbose=0)
     # The other worker, too, has left the pass.
-    assert not any(thread.is_alive() for thread in model.train_function._run._threads)
+    threads = model.train_function._run._threads
+    assert wait_until(lambda: not any(thread.is_alive() for thread in threads), 100.0)
     monkeypatch.undo()
     model.fit(dataset(), verbose=0)
 
@@ -498,7 +499,7 @@ def test_workers_stop_when_fit_is_interrupted_while_it_waits_for_them(mortal):
 
 
 def test_training_fails_when_no_worker_is_left(mortal):
-    strategy = recsync.AsyncStrategy(mortal.cluster, worker_timeout=1.0)
+    strategy = recsync.AsyncStrategy(mortal.cluster, worker_timeout=1.0, silence_timeout=60.0)
 
     def kill():
         killed.append(time.monotonic())

@@ -166,7 +166,7 @@ def test_training_goes_on_from_the_backup_before_if_the_newest_is_broken(
     backup = Backup(folder)
     if broken == "weights":
         killed = [sys.executable, "-c", KILLED_WRITER, before[weights], weights]
-        assert subprocess.run(killed, timeout=280).returncode == -signal.SIGKILL
+        assert subprocess.run(killed, timeout=500).returncode == -signal.SIGKILL
         with pytest.raises(OSError, match="Unable to synchronously open file"):
             model.load_weights(weights)
     else:
@@ -266,7 +266,7 @@ def test_an_exported_model_is_served_without_this_package(trained, tmp_path):
         assert not any(name.split(".")[0] == "tf_recsync" for name in sys.modules)
     """
     subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], check=True, cwd=tmp_path, timeout=280
+        [sys.executable, "-c", textwrap.dedent(program)], check=True, cwd=tmp_path, timeout=500
     )
     for name in ("served.npy", "signature.npy"):
         assert_close([np.load(tmp_path / name)], [trained.predictions], 1e-6)

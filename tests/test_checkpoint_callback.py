@@ -291,7 +291,8 @@ def test_a_program_that_is_killed_while_servers_write_leaves_the_last_one(tmp_pa
 def test_a_server_that_dies_while_it_writes_ends_fit_and_the_last_one_stays(
     cluster, tmp_path, monkeypatch
 ):
-    model = make_model(recsync.AsyncStrategy(cluster, worker_timeout=20.0), 40)
+    strategy = recsync.AsyncStrategy(cluster, worker_timeout=20.0, silence_timeout=60.0)
+    model = make_model(strategy, 40)
     callback = Checkpoint(tmp_path, every_steps=10, on_ps_lost="raise")
     write = blocks.Source.write
 

@@ -405,11 +405,16 @@ def test_a_checkpoint_of_whole_tables_is_read_by_several_servers(clusters, tmp_p
 
 def test_rows_in_a_checkpoint_do_not_pass_through_this_process(clusters, tmp_path):
     strategy = clusters.strategy(1, 3)
-    with strategy.scope():
+
+    def layer_of(rows):
         layer = EmbeddingCollection(
-            [TableConfig("t", 1_500_001, 16, "uniform", shards=3)], [FeatureConfig("id", "t")]
+            [TableConfig("t", rows, 16, "uniform", shards=3)], [FeatureConfig("id", "t")]
         )
         layer.build()
+        return layer
+
+    with strategy.scope():
+        layer, small = layer_of(1_500_001), tf.train.Checkpoint(layer=layer_of(150_001))
     checkpoint = tf.train.Checkpoint(layer=layer)
     own = pathlib.Path("/proc/self")
 
@@ -417,6 +422,9 @@ def test_rows_in_a_checkpoint_do_not_pass_through_this_process(clusters, tmp_pat
         return int((own / "status").read_text().partition(f"{name}:")[2].split()[0]) / 1024
 
     some = [layer.table_values("t")[::99_999]]
+    for _ in range(3):  # What threads keep that have had none of it before.
+        small.write(str(tmp_path / "small"))
+        small.read(str(tmp_path / "small")).assert_existing_objects_matched()
     (own / "clear_refs").write_text("5")  # The peak is what is there now.
     before = memory("VmRSS")
     checkpoint.write(str(tmp_path / "c"))

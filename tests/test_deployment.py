@@ -136,7 +136,7 @@ def test_a_probe_tells_servers_that_answer_from_those_that_stand_still(clusters)
         command = [sys.executable, DEPLOY / "answers.py", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
-    assert probe(address).returncode == 0
+    assert probe(address, "--seconds=100").returncode == 0
     cluster.pause("worker", 0)
     try:
         silent = probe(address, "--seconds=0.5")

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import live_operations, wait_until
+from helpers import live_operations, quickest, taken, wait_until
 from test_placement_of_operators import Nothing, assert_same, graph_of_step
 
 import tf_recsync as recsync
@@ -23,22 +23,21 @@ INVALID = tf.errors.InvalidArgumentError
 WIDTH, HIDDEN, BATCH = 48, 64, 16
 
 
-def taken(action) -> float:
-    """Seconds that a call takes."""
-    started = time.monotonic()
-    action()
-    return time.monotonic() - started
-
-
 # The op.
 
 
 def test_results_come_as_they_were_when_the_processor_has_had_the_time():
     results = [tf.constant([1.0, 2.0]), tf.constant([[3]], tf.int64)]
-    used = time.process_time()
-    seconds = taken(lambda: results.extend(ops.computed(results, 5e5, 1e6)))
-    assert seconds >= 0.5 and time.process_time() - used < 0.4
-    for before, after in zip(results[:2], results[2:], strict=True):
+    computed = []
+
+    def used():
+        before = time.process_time()
+        computed.clear()
+        assert taken(lambda: computed.extend(ops.computed(results, 5e5, 1e6))) >= 0.5
+        return time.process_time() - before
+
+    assert quickest(used, 0.4) < 0.4  # Other threads of this process may have something to do.
+    for before, after in zip(results, computed, strict=True):
         assert after.dtype == before.dtype and np.array_equal(before, after)
 
 

