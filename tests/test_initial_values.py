@@ -399,7 +399,7 @@ GOOD = {
         ({"rows": [2**40, 2**40]}, f"rows x dimension must be at most {2**40} elements"),
         ({"rows": [2**40, 1], "dimension": 0}, "rows x dimension must be at most"),
         ({"dimension": 2**62}, f"rows x dimension .*, not 4 x {2**62}"),
-        ({"rows": [2**38, 1]}, "rows x dimension = .* take .* bytes; the machine has .* left"),
+        ({"rows": [2**38, 1]}, "rows x dimension = .* bytes; the machine, or .*, has .* left"),
         ({"rows": [3]}, "indices must have 1 values, not 2"),
         ({"seeds": []}, "seeds must have 2 values, not 0"),
         ({"parameters": [0.0, 1.0]}, "parameters must have 4 values, not 2"),

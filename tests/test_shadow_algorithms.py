@@ -263,6 +263,30 @@ def test_interpolation_moves_variables_of_any_sizes_each_to_its_part(hogwild):
     np.testing.assert_array_equal(np.concatenate([v.numpy() for v in variables]), after.numpy())
 
 
+def test_hogwilds_updates_meet_at_a_variable_without_elements():
+    empty, large = tf.Variable(tf.zeros([0, 8])), tf.Variable(tf.zeros([2_000_000]))
+    handles = [empty.handle, large.handle]
+    target = tf.ones([2_000_000])
+    errors = []
+
+    def move():
+        try:
+            for _ in range(20):
+                ops.interpolate(handles, target, 0.25, hogwild=True, answer=False)
+        except tf.errors.OpError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=move) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    # Updates at once may lose what others did, but the last one is there.
+    assert (large.numpy() >= 0.25).all()
+    assert empty.numpy().shape == (0, 8)
+
+
 @pytest.mark.parametrize("hogwild", [True, False])
 def test_an_interpolation_of_one_variable_twice_is_an_error(hogwild):
     variable = tf.Variable(np.ones(4, np.float32))

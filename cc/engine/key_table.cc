@@ -191,8 +191,14 @@ int64_t KeyTable::NextTick(int64_t now_at_least) {
   int64_t before = Load(now);
   int64_t next;
   do {
-    next = std::clamp<int64_t>(before, 0, kMostTicks - 1) + 1;
-    next = std::max(next, std::min(now_at_least, kMostTicks));
+    const int64_t last = std::clamp<int64_t>(before, 0, kMostTicks);
+    // Far ahead of the clock, a tick begins only while the last one and the
+    // clock's are both even or both odd: once in a tick of the clock, and for
+    // every other call if the clock was set back and calls are rare.
+    const bool waits = now_at_least > 0 && last >= now_at_least + kMostLead &&
+                       (last - now_at_least) % 2 != 0;
+    next = std::max(last + (waits ? 0 : 1), now_at_least);
+    next = std::min(next, kMostTicks);
   } while (!__atomic_compare_exchange_n(now, &before, next, /*weak=*/true,
                                         __ATOMIC_RELAXED, __ATOMIC_RELAXED));
   return next;

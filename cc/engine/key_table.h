@@ -124,6 +124,8 @@ class KeyTable {
   static constexpr int kUsesBits = 24;
   static constexpr int64_t kMostUses = (int64_t{1} << kUsesBits) - 1;
   static constexpr int64_t kMostTicks = (int64_t{1} << (64 - kUsesBits)) - 1;
+  // By which ticks may be ahead of the time that they stand for.
+  static constexpr int64_t kMostLead = 1024;
   // Rows of one partition in one shard.
   static constexpr int64_t kMostPartitionRows = int64_t{1} << 28;
   static constexpr int64_t kMostPartitions = int64_t{1} << 20;
@@ -147,8 +149,10 @@ class KeyTable {
   // that have keys be in a life.
   void Prepare();
 
-  // Begins a call of FindOrInsert, returns its tick: 1 for the first. Where
-  // ticks stand for time, `now` is the least that it may be.
+  // Begins a call of FindOrInsert, returns its tick: 1 for the first, and then
+  // one more than the last. Where ticks stand for time, `now` is the least that
+  // it may be. From kMostLead ahead of it on, calls share ticks, so that there
+  // are no more of them than `now` goes through.
   int64_t NextTick(int64_t now = 0);
 
   // Gives for each key its row, and the row's version at that moment (0 for

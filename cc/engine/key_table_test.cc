@@ -706,6 +706,41 @@ TEST(KeyTableTest, KeysAreAdmittedWithAProbabilityAtEachLookup) {
               5 * std::sqrt(expected * 0.75 * 0.75));
 }
 
+TEST(KeyTableTest, TimeGoesNoFasterThanTheClockHoweverManyCallsThereAre) {
+  constexpr int64_t kFirst = 1000, kLast = 20000;
+  OwnedKeyTable owned(8, KeyOptions());
+  KeyTable table = owned.Table();
+  int64_t before = 0;
+  for (int64_t now = kFirst; now < kLast; ++now) {
+    for (int call = 0; call < 3; ++call) {
+      const int64_t tick = table.NextTick(now);
+      ASSERT_GE(tick, std::max(before, now));
+      ASSERT_LE(tick, now + KeyTable::kMostLead + 1);
+      before = tick;
+    }
+  }
+  // Calls that are rare again let the clock catch up.
+  EXPECT_EQ(table.NextTick(2 * kLast), 2 * kLast);
+}
+
+TEST(KeyTableTest, TicksGoOnWhenTheClockWasSetBack) {
+  constexpr int64_t kDay = 24 * 3600 * 1024;
+  OwnedKeyTable owned(8, KeyOptions());
+  KeyTable table = owned.Table();
+  EXPECT_EQ(table.NextTick(2 * kDay), 2 * kDay);
+  std::mt19937 random(5);
+  int64_t now = kDay, last = 2 * kDay, begun = 0;
+  constexpr int kCalls = 1000;
+  for (int call = 0; call < kCalls; ++call) {
+    now += random() % 50;
+    const int64_t tick = table.NextTick(now);
+    ASSERT_TRUE(tick == last || tick == last + 1) << tick - last;
+    begun += tick - last;
+    last = tick;
+  }
+  EXPECT_GT(begun, kCalls / 3);
+}
+
 TEST(KeyTableTest, TicksMayStandForTime) {
   KeyOptions options;
   options.max_idle = 100;

@@ -344,9 +344,10 @@ class RowUpdate {
     if constexpr (Rule::kKeepsSteps) {
       int32_t& last = table_.last_steps[row];
       step = Saturated<int32_t>(step);
+      if (last >= step) return decay;
+      const int64_t moving = rule_.MovingSteps(slots, table_.width);
       for (int64_t made = 0; last < step; ++made) {
-        const int64_t next =
-            made < rule_.moving_steps() ? int64_t{last} + 1 : step;
+        const int64_t next = made < moving ? int64_t{last} + 1 : step;
         Rule rule = rule_;
         if (next != global_step_) rule.Begin(next);
         apply_(rule.At(next, &last), w, slots, zeros_.data(), table_.width,

@@ -278,6 +278,101 @@ TEST(RowUpdateTest, AllRowsMoveAsLongAsStepsCanBeCounted) {
   }
 }
 
+// Rows that were last touched at any step, those that a key has just been given
+// at none, make all steps up to that of a push; compared with rows that make
+// each of them, in doubles.
+void ExpectRowsWithoutMomentumStayWhereTheyAre(const Swap& swap, bool is_narrow,
+                                               bool rest,
+                                               bool several_counters) {
+  constexpr int64_t kRows = 6, kWidth = 5, kStep = 30000;
+  Table table(kRows, kWidth);
+  std::vector<float> velocities(kRows * kWidth);
+  std::vector<int32_t> last_steps = {0,         1,        17, kStep - 3000,
+                                     kStep - 2, kStep - 1};
+  std::vector<BFloat16> narrow(kRows * kWidth);
+  const RowRounding rounding;
+  std::vector<double> w, v;
+  for (int64_t i = 0; i < kRows * kWidth; ++i) {
+    narrow[i] = ToBFloat16(0.3f * i - 2.0f);
+    table.values[i] = static_cast<float>(narrow[i]);
+    w.push_back(table.values[i]);
+    velocities[i] = 0.1f * (1 + i % 7);
+    v.push_back(velocities[i]);
+    // In the last row a single element moves.
+    table.accumulator[i] = i == kRows * kWidth - 1 ? 0.25f : 0.0f;
+  }
+  std::vector<double> m(table.accumulator.begin(), table.accumulator.end());
+  if (is_narrow) {
+    table.view.values = nullptr;
+    table.view.narrow = narrow.data();
+    table.view.rounding = &rounding;
+  }
+  table.view.accumulators[1] = velocities.data();
+  table.view.last_steps = last_steps.data();
+  AdamRule rule;
+  rule.learning_rate = 0.01f;
+  rule.beta_1 = rule.beta_2 = 0.9995;
+  rule.epsilon = 1e-7f;
+  rule.lazy = false;
+  rule.several_counters = several_counters;
+  UpdateOptions options;
+  options.swap = swap;
+  for (int64_t row = 0; row < kRows; ++row) {
+    const int64_t before = table.last_periods[row] =
+        static_cast<int32_t>(swap.enabled() ? (kStep / swap.period) - 1 : 0);
+    ASSERT_GE(before, 0);
+    for (int64_t s = last_steps[row] + 1; s <= kStep; ++s) {
+      const bool pushed = !rest && s == kStep;
+      const double g = pushed ? 0.5 : 0.0;
+      const double rate =
+          0.01 * std::sqrt(1 - std::pow(0.9995, s)) / (1 - std::pow(0.9995, s));
+      for (int64_t i = row * kWidth; i < (row + 1) * kWidth; ++i) {
+        // The decay that a period has brought since enters the first step.
+        const bool decays = swap.enabled() && s == last_steps[row] + 1;
+        m[i] = 0.9995 * m[i] + 0.0005 * g;
+        v[i] = (decays ? swap.decay : 1.0) * 0.9995 * v[i] + 0.0005 * g * g;
+        w[i] -= rate * m[i] / (std::sqrt(v[i]) + 1e-7);
+      }
+    }
+  }
+  rule.Begin(kStep);
+  std::vector<int64_t> ids;
+  if (!rest) ids = {0, 1, 2, 3, 4, 5};
+  const std::vector<float> gradient(kRows * kWidth, 0.5f);
+  RowPush push;
+  push.gradient = gradient.data();
+  RowPartitions partitions;
+  partitions.Build(ids.data(), static_cast<int64_t>(ids.size()), kSerial);
+  const RowUpdate<AdamRule> update(rule, options, kStep, table.view, push);
+  update.Run(partitions, 0, partitions.count());
+  if (rest) update.RunRest(0, kRows);
+  for (int64_t i = 0; i < kRows * kWidth; ++i) {
+    const int64_t row = i / kWidth;
+    ASSERT_EQ(last_steps[row], kStep);
+    // A decay of many steps is one product, not as many with an error each.
+    ASSERT_NEAR(velocities[i], v[i], 4e-7 * v[i]) << "row " << row;
+    ASSERT_NEAR(table.accumulator[i], m[i], 1e-6 * m[i]) << "row " << row;
+    const float value =
+        is_narrow ? static_cast<float>(narrow[i]) : table.values[i];
+    const double error = is_narrow ? std::abs(w[i]) / 128 : 2e-6;
+    ASSERT_NEAR(value, w[i], error) << "row " << row;
+    if (rest && row < kRows - 1) {
+      ASSERT_EQ(value, w[i]) << "row " << row;
+    }
+  }
+}
+
+TEST(RowUpdateTest, RowsWithoutMomentumStayWhereTheyAreForAnyNumberOfSteps) {
+  const Swap swaps[] = {Swap(), Swap{100, 0.5}};
+  for (const Swap& swap : swaps) {
+    for (int64_t choices = 0; choices < 8; ++choices) {
+      SCOPED_TRACE(choices);
+      ExpectRowsWithoutMomentumStayWhereTheyAre(
+          swap, (choices & 1) != 0, (choices & 2) != 0, (choices & 4) != 0);
+    }
+  }
+}
+
 TEST(RowUpdateTest, ARowOfBFloat16IsTheRowOfFloatsRoundedUpOrDown) {
   constexpr int64_t kWidth = 13;
   Table wide(3, kWidth), narrow(3, kWidth);

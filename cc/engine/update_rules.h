@@ -213,8 +213,13 @@ struct AdamRule {
     return rule;
   }
 
-  // After as many steps without a gradient w moves no more that float32 knows.
-  int64_t moving_steps() const { return moving_steps_; }
+  // After as many steps without a gradient w moves no more that float32 knows:
+  // after none where m is 0.
+  int64_t MovingSteps(const float* const* accumulators, int64_t n) const {
+    const float* m = accumulators[0];
+    const bool moves = std::any_of(m, m + n, [](float x) { return x != 0.0f; });
+    return moves ? moving_steps_ : 0;
+  }
 
   template <bool kMeasure>
   RECSYNC_ALWAYS_INLINE double Apply(float* __restrict w,

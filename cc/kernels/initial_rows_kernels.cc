@@ -115,7 +115,8 @@ class InitialRowsOp : public OpKernel {
     if (!available.has_value() || bytes <= *available) return absl::OkStatus();
     return absl::ResourceExhaustedError(absl::StrCat(
         "rows x dimension = ", shape_.dim_size(0), " x ", shape_.dim_size(1),
-        " take ", bytes, " bytes; the machine has ", *available, " left"));
+        " take ", bytes, " bytes; the machine, or the limit of its container, ",
+        "has ", *available, " left"));
   }
 
   absl::Status Fill(OpKernelContext* ctx, const InitialRows& piece,

@@ -21,7 +21,10 @@ WriteSession::WriteSession(tensorflow::OpKernelContext* ctx,
           }
         });
     entered_.emplace_back(variable, leads);
-    if (!leads && !variable->tensor()->RefCountIsOne()) {
+    const tensorflow::Tensor& value = *variable->tensor();
+    // Without elements there is no buffer that could be anybody's.
+    if (!leads && value.IsInitialized() && value.NumElements() > 0 &&
+        !value.RefCountIsOne()) {
       status_.Update(absl::ResourceExhaustedError(
           "the value of a variable could not be copied before its update"));
     }

@@ -92,8 +92,8 @@ max_idle: Ticks without use after which a key is unknown; 0: it never is.
 min_count: From 1 to 255, how often a key must have shown up to be admitted.
 probability: Above 0, with which it is admitted then, at each call.
 keeps_time: Whether a tick is at least the time since the beginning of 2020, in
-  1/1024 seconds, of calls that come faster one more than the last; else each call
-  that inserts is one.
+  1/1024 seconds, of calls that come faster one more than the last, until they are a
+  second ahead; else each call that inserts is one.
 trains_unknown: Whether the rows of unknown keys may be pushed to.
 mean_rows: With means, through how many rows that have keys a call goes at least,
   if it has fewer keys than that.
