@@ -272,6 +272,16 @@ def test_tau_of_every_push_is_the_number_of_updates_since_its_pull_counted_with_
     assert state.version.numpy().tolist() == ([8, 0, 8] if table else 8)
 
 
+def test_a_version_from_a_file_stays_the_largest_that_there_is():
+    most = 2**63 - 1
+    state = State([1.0])
+    state.version.assign(most - 1)
+    for step in (1, 2, 3):
+        push("sgd", state, [1.0], pulled=[0], step=step)
+        assert state.version.numpy() == state.counters[3].numpy() == most
+    assert state.value.numpy() == [-0.5]
+
+
 def test_rows_have_staleness_of_their_own_and_a_repeated_row_has_its_oldest():
     state = State(np.zeros((3, 1)), table=True)
     for ids in ([0], [0, 1], [0]):

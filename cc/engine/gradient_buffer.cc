@@ -7,6 +7,7 @@
 
 #include "cc/engine/limits.h"
 #include "cc/engine/row_checks.h"
+#include "cc/engine/saturated.h"
 
 namespace recsync {
 namespace {
@@ -156,7 +157,7 @@ Result GradientBuffer::Push(const GradientPush& push,
   }
   const int64_t age = std::max<int64_t>(step - push.token_value, 0);
   const float weight = static_cast<float>(
-      options_.weight.Of(static_cast<double>(age + 1), 0.0, 0.0, 0.0));
+      options_.weight.Of(static_cast<double>(age) + 1.0, 0.0, 0.0, 0.0));
   if (weight > 0.0f) {
     if (Result checked = CheckVersions(push); !checked.ok()) return checked;
     Add(push, weight);
@@ -166,9 +167,10 @@ Result GradientBuffer::Push(const GradientPush& push,
     ++state_.excluded;
   }
   if (options_.drop_late) taken_.emplace(push.token_index, push.ticket);
-  state_.age_sum += age;
+  state_.age_sum = SaturatedSum(state_.age_sum, age);
   state_.age_max = std::max(state_.age_max, age);
-  StalenessCounters(state_.staleness.data()).Add(step - push.pulled_step + 1);
+  StalenessCounters(state_.staleness.data())
+      .Add(SaturatedSum(step, 1 - push.pulled_step));
   if (++state_.pending == options_.capacity) {
     *aggregate = Drain();
     if (push.ticket > 0) completed_by_[state_.step] = push.ticket;

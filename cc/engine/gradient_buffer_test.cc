@@ -285,6 +285,15 @@ TEST(GradientBufferTest, ABufferThatCountsLatePushesSpendsNoTokens) {
   EXPECT_EQ(buffer.state().pending, 0);
 }
 
+TEST(GradientBufferTest, AgesAreAddedUpToTheMostThatIsCounted) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  GradientBuffer buffer(Options(9));
+  buffer.Restore(kMost);
+  for (int push = 0; push < 2; ++push) PushNumber(&buffer, 1, 0);
+  EXPECT_EQ(buffer.state().age_sum, kMost);
+  EXPECT_EQ(buffer.state().staleness[StalenessCounters::kMax], kMost);
+}
+
 TEST(GradientBufferTest, RestoringSetsTheStepAndDropsWhatIsPending) {
   GradientBuffer buffer(Options(2));
   PushNumber(&buffer, 100, 0);

@@ -281,7 +281,7 @@ class RowUpdate {
       table_.last_updates[row] = static_cast<float>(std::sqrt(squares));
     }
     // Atomically, for those who check versions without the row's lock.
-    __atomic_store_n(&version, version + 1, __ATOMIC_RELAXED);
+    __atomic_store_n(&version, SaturatedSum(version, 1), __ATOMIC_RELAXED);
     return tau;
   }
 

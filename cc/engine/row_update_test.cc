@@ -156,6 +156,25 @@ TEST(RowUpdateTest, GradientsWithoutALifeLeaveOthersOfTheirRowToBeApplied) {
   }
 }
 
+TEST(RowUpdateTest, AVersionStaysTheLargestThatThereIs) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  Table table(1, 1);
+  table.versions[0] = kMost - 1;
+  const std::vector<float> gradient = {1.0f};
+  SgdRule rule;
+  rule.learning_rate = 0.25f;
+  RowPush push;
+  push.gradient = gradient.data();
+  const int64_t life = FirstOfNextLife(kMost - 1 - (int64_t{1} << kLifeBits));
+  push.pulled = &life;
+  for (int64_t step = 1; step <= 3; ++step) {
+    Push(rule, {}, step, &table, {0}, push);
+    EXPECT_EQ(table.values[0], 1.0f - 0.25f * step);
+    EXPECT_EQ(table.versions[0], kMost);
+  }
+  EXPECT_EQ(StalenessCounters(table.counters.data()).count(), 3);
+}
+
 TEST(RowUpdateTest, BagsDuplicatesWeightsAndSwapAreThoseOfTheRuleInDoubles) {
   ExpectTheRuleInDoubles<AdagradRule>();
 }

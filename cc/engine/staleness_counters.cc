@@ -47,7 +47,7 @@ int64_t StalenessCounters::Quantile(double quantile) const {
   const double wanted = std::min(std::max(quantile, 0.0), 1.0) * count();
   int64_t seen = 0;
   for (int bucket = 0; bucket < kBuckets; ++bucket) {
-    seen = SaturatingAdd(seen, counters_[kFirstBucket + bucket]);
+    seen = SaturatedSum(seen, counters_[kFirstBucket + bucket]);
     if (seen > 0 && seen >= wanted) return std::min(UpperEdge(bucket), max());
   }
   return max();

@@ -27,6 +27,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "cc/engine/saturated.h"
+
 namespace recsync {
 
 class StalenessCounters {
@@ -51,18 +53,18 @@ class StalenessCounters {
 
   // Counts one update of staleness `tau` (1 or more).
   void Add(int64_t tau) {
-    counters_[kCount] = SaturatingAdd(counters_[kCount], 1);
-    counters_[kSum] = SaturatingAdd(counters_[kSum], tau);
+    counters_[kCount] = SaturatedSum(counters_[kCount], 1);
+    counters_[kSum] = SaturatedSum(counters_[kSum], tau);
     counters_[kSumOfSquares] =
-        SaturatingAdd(counters_[kSumOfSquares], SaturatingMultiply(tau, tau));
+        SaturatedSum(counters_[kSumOfSquares], SaturatingMultiply(tau, tau));
     if (tau > counters_[kMax]) counters_[kMax] = tau;
     int64_t& bucket = counters_[kFirstBucket + BucketOf(tau)];
-    bucket = SaturatingAdd(bucket, 1);
+    bucket = SaturatedSum(bucket, 1);
   }
 
   // Counts one update that was left out.
   void AddSkipped() {
-    counters_[kSkipped] = SaturatingAdd(counters_[kSkipped], 1);
+    counters_[kSkipped] = SaturatedSum(counters_[kSkipped], 1);
   }
 
   struct Moments {
@@ -81,7 +83,7 @@ class StalenessCounters {
   void Merge(const int64_t* other) {
     for (int i = 0; i < kSize; ++i) {
       if (i == kMax) continue;
-      counters_[i] = SaturatingAdd(counters_[i], other[i]);
+      counters_[i] = SaturatedSum(counters_[i], other[i]);
     }
     if (other[kMax] > counters_[kMax]) counters_[kMax] = other[kMax];
   }
@@ -106,12 +108,6 @@ class StalenessCounters {
   // Of the updates since kCount .. kSumOfSquares were `before`; null: all.
   Moments MomentsSince(const int64_t* before) const;
 
-  static int64_t SaturatingAdd(int64_t a, int64_t b) {
-    int64_t sum;
-    return __builtin_add_overflow(a, b, &sum)
-               ? std::numeric_limits<int64_t>::max()
-               : sum;
-  }
   static int64_t SaturatingMultiply(int64_t a, int64_t b) {
     int64_t product;
     return __builtin_mul_overflow(a, b, &product)

@@ -27,7 +27,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "cc/engine/saturated.h"
 
@@ -45,12 +44,8 @@ struct Swap {
   // The period that `global_step` (counted from 1) falls into: the number of
   // multiples of T in 1..global_step + offset.
   int64_t PeriodOf(int64_t global_step) const {
-    int64_t sum;
     // Steps come from checkpoints and peers: any number may.
-    if (__builtin_add_overflow(global_step, offset, &sum)) {
-      sum = std::numeric_limits<int64_t>::max();
-    }
-    return sum / period;
+    return SaturatedSum(global_step, offset) / period;
   }
 
   // Whether a period that is not applied to an accumulator yet has begun.

@@ -193,7 +193,7 @@ struct AdamRule {
     // Once the last step is more than its type knows, each is the one after.
     int64_t missed = global_step > kMost && *last_step == kMost
                          ? 1
-                         : global_step - *last_step;
+                         : SaturatedDifference(global_step, *last_step);
     if (several_counters) {
       missed = std::max<int64_t>(missed, 1);
       *last_step = std::max(*last_step, Saturated<Step>(global_step));

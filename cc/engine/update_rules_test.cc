@@ -357,6 +357,21 @@ TEST(AdamRuleTest, ARowOfACounterFarAheadGoesOnWithThisOne) {
   EXPECT_NEAR(v, 0.999f * 0.25f + 0.001f * g * g, 1e-6);
 }
 
+TEST(AdamRuleTest, NothingIsLeftOfMomentsAfterMoreStepsThanCanBeCounted) {
+  AdamRule rule;
+  rule.learning_rate = 0.1f;
+  rule.epsilon = 1e-7f;
+  float w = 1.0f, m = 0.5f, v = 0.25f;
+  float* const slots[] = {&m, &v};
+  int64_t last_step = std::numeric_limits<int64_t>::min();
+  const float g = -2.0f;
+  rule.Begin(10);
+  rule.At(10, &last_step).Apply<false>(&w, slots, &g, 1, 1.0f, 1.0f);
+  EXPECT_EQ(last_step, 10);
+  EXPECT_NEAR(m, 0.1f * g, 1e-6);
+  EXPECT_NEAR(v, 0.001f * g * g, 1e-6);
+}
+
 TEST(AdamRuleTest, BeyondWhatInt32CountsEachStepIsTheOneAfterTheLast) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   AdamRule rule;

@@ -27,6 +27,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "cc/engine/mutex.h"
+#include "cc/engine/saturated.h"
 
 namespace recsync {
 
@@ -80,7 +81,7 @@ class WorkerBoard {
 
     void Tell(int64_t ends, int64_t known) ABSL_LOCKS_EXCLUDED(mu_) {
       MutexLock lock(&mu_);
-      told_ += ends;
+      told_ = SaturatedSum(told_, ends);
       known_ = std::max(known_, known);
     }
 

@@ -1,5 +1,7 @@
 #include "cc/engine/worker_board.h"
 
+#include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <thread>
@@ -41,6 +43,16 @@ TEST(WorkerBoardTest, AWorkerIsToldToEndAndWhatIsKnownOfIt) {
   EXPECT_EQ(row->known(), 5);
   EXPECT_EQ(other->told(), 0);
   EXPECT_EQ(other->known(), 0);
+}
+
+TEST(WorkerBoardTest, HowOftenAWorkerWasToldStopsAtTheMostThatIsCounted) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  WorkerBoard board;
+  const auto row = board.Add(1);
+  for (const int64_t ends : {kMost - 1, int64_t{1}, kMost}) {
+    board.Tell(1, ends, 0);
+  }
+  EXPECT_EQ(row->told(), kMost);
 }
 
 TEST(WorkerBoardTest, ARowGoesWithWhoHasItAndTheBoardMayGoFirst) {

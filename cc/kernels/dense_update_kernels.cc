@@ -12,6 +12,7 @@
 #include "cc/engine/mutex.h"
 #include "cc/engine/nonfinite.h"
 #include "cc/engine/row_locks.h"
+#include "cc/engine/saturated.h"
 #include "cc/engine/span_update.h"
 #include "cc/engine/staleness_counters.h"
 #include "cc/engine/swap.h"
@@ -166,7 +167,7 @@ class DenseUpdateOp : public UpdateOp<Rule> {
       if (pulled != nullptr) {
         // Where the version has been set back since it was checked, the
         // gradient counts as fresh: variables before this one are updated.
-        tau = std::max<int64_t>(*version - *pulled + 1, 1);
+        tau = std::max<int64_t>(SaturatedSum(*version, 1 - *pulled), 1);
       }
       if (is_skipped) {
         counters.AddSkipped();
@@ -217,7 +218,7 @@ class DenseUpdateOp : public UpdateOp<Rule> {
     const RowLock lock(LockOf(target));
     if (measure) *last_update = static_cast<float>(std::sqrt(squares));
     counters.Add(tau);
-    ++*version;
+    *version = SaturatedSum(*version, 1);
     *offset += size;
     return absl::OkStatus();
   }
