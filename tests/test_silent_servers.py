@@ -4,16 +4,18 @@ import contextlib
 import socket
 import time
 
+import keras
 import pytest
 import tensorflow as tf
-from helpers import AtBatch, compiled, compute_time, mean_output, slope_model
+from helpers import AtBatch, compiled, compute_time, mean_output, slope_model, wait_until
 
 import tf_recsync as recsync
-from tf_recsync.cluster import signs_of_life
+from tf_recsync.cluster import device_of, is_reachable, signs_of_life
 from tf_recsync.cluster.signs_of_life import cut_connections, peers_of
 from tf_recsync.optimizers import SGD
-from tf_recsync.strategies import worker_run
+from tf_recsync.strategies import comebacks, worker_run
 from tf_recsync.strategies.watched_calls import watched
+from tf_recsync.synchronization.synchronizer import Crew
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -117,6 +119,56 @@ def test_a_slow_worker_is_not_taken_for_silent(two, caplog):
         model.fit(tf.ones([2, 1]), tf.ones([2, 1]), batch_size=1, verbose=0)
     assert model.get_weights()[0].ravel().tolist() == [-2.0]
     assert "answered" not in caplog.text
+
+
+def test_a_worker_that_was_started_again_takes_part_while_another_stands_still(clusters, caplog):
+    three = clusters.get(workers=3, ps=1)
+    strategy = recsync.AsyncStrategy(three, silence_timeout=LIMIT)
+    model = compiled(strategy, slope_model, lambda: SGD(1.0), mean_output)
+    events = [
+        ("", lambda: three.pause("worker", 0)),
+        ("worker:0 was lost", lambda: three.kill("worker", 1)),
+        ("worker:1 was lost", lambda: three.restart("worker", 1)),
+        ("worker:1 is back", lambda: three.resume("worker", 0)),
+        ("worker:0 is back", lambda: setattr(model, "stop_training", True)),
+    ]
+
+    def act(batch, logs):
+        if events and batch > 5 and events[0][0] in caplog.text:
+            events.pop(0)[1]()
+
+    ones = tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, 1]))).repeat(6_000)
+    try:
+        with compute_time(strategy, 0.05):
+            act_then = keras.callbacks.LambdaCallback(on_train_batch_end=act)
+            model.fit(ones, callbacks=[act_then], verbose=0)
+    finally:
+        three.resume("worker", 0)
+    assert not events, events[0][0]
+
+
+def test_what_stands_still_keeps_no_other_server_away_for_good(two, monkeypatch):
+    """Whether it is known to be lost, as the parameter server here, or not, as the worker."""
+    monkeypatch.setattr(comebacks, "_READMIT_SECONDS", 3.0)
+    others = comebacks.Comebacks(two, Crew(), lambda seconds: time.sleep(seconds))
+
+    def is_back(*server):
+        return wait_until(lambda: others.is_back(server), 200.0)
+
+    two.membership.lost(("ps", 1), None, "it was silent", silent_seconds=LIMIT)
+    two.pause("ps", 1)
+    two.pause("worker", 0)
+    two.kill("worker", 1)
+    two.membership.lost(("worker", 1), None, "it was killed")
+    two.restart("worker", 1)
+    assert is_back("worker", 1)
+    assert not others.is_back(("ps", 1))
+    assert two.membership.is_away(("worker", 0))
+    two.resume("worker", 0)
+    two.resume("ps", 1)
+    assert is_back("worker", 0) and is_back("ps", 1)
+    for server in SERVERS:
+        assert is_reachable(device_of(*server))
 
 
 def test_only_connections_to_the_named_server_are_cut():

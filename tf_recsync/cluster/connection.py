@@ -423,9 +423,9 @@ class Cluster:
             self.membership.deliver()
 
     def _absent_workers(self) -> list[int]:
-        """The workers at whose address nothing listens."""
-        absent = self.absent(("worker", index) for index in range(self.workers))
-        return [index for _, index in absent]
+        """The workers at whose address nothing listens, and the lost ones that don't answer."""
+        workers = [("worker", index) for index in range(self.workers)]
+        return [index for _, index in self.absent(workers, self.membership.is_away)]
 
     def _without(
         self, servers: Sequence[tuple[str, int]], argument: str = "anew"
@@ -652,10 +652,25 @@ class Cluster:
         """
         return signs_of_life.accepts_connections(self._addresses[job][index])
 
-    def absent(self, servers: Iterable[Server]) -> list[Server]:
-        """Those of some workers and parameter servers that accept no connections."""
+    def absent(
+        self, servers: Iterable[Server], is_suspect: Callable[[Server], bool] = lambda server: False
+    ) -> list[Server]:
+        """Those of some workers and parameter servers that are not there.
+
+        Args:
+          servers: Which are looked at.
+          is_suspect: Of which it does not suffice that they accept connections, as the kernel does
+            for a process that stands still: they have to answer. Default: of none.
+        """
         addresses = [(job, index, self._addresses[job][index]) for job, index in servers]
-        missing = signs_of_life.without(signs_of_life.accepts_connections, addresses)
+        suspects = {address for job, index, address in addresses if is_suspect((job, index))}
+
+        def is_there(address: str) -> bool:
+            if address in suspects:
+                return signs_of_life.greets(address)
+            return signs_of_life.accepts_connections(address)
+
+        missing = signs_of_life.without(is_there, addresses)
         return [(job, index) for job, index, _ in missing]
 
 
