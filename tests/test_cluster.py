@@ -21,6 +21,7 @@ from sockets import listening_addresses
 from started_servers import Server
 from tensorflow.python.eager import context
 
+import tf_recsync as recsync
 from tf_recsync import cluster as recsync_cluster
 from tf_recsync.cluster import (
     connection,
@@ -610,6 +611,16 @@ def test_a_close_that_was_interrupted_can_be_done_again(monkeypatch, owner, name
         assert cluster.is_closed
         cluster.close()
         assert not is_running(pid) and not cluster.log_dir.exists()
+
+
+def test_limits_of_time_may_be_infinite():
+    endless = float("inf")
+    with recsync_cluster.LocalCluster(workers=1, ps=1, start_timeout=endless) as cluster:
+        cluster.connect(timeout=endless)
+        recsync.AsyncStrategy(cluster, silence_timeout=endless)
+        cluster.restart("worker", 0)
+        cluster.readmit(timeout=endless)
+        assert add_on("worker", 0)[0] == 5.0
 
 
 def test_a_change_of_the_connection_is_waited_for_though_it_was_interrupted(monkeypatch):

@@ -200,7 +200,7 @@ class Cluster:
             a server was not up in time; the message names it.
           ValueError: `timeout`, `min_workers` or the bind address is wrong.
         """
-        check_seconds("timeout", timeout)
+        timeout = check_seconds("timeout", timeout)
         deadline = time.monotonic() + timeout
         spare = 0
         if min_workers is not None:
@@ -339,7 +339,7 @@ class Cluster:
             the cluster.
           tf.errors.OpError: A server failed meanwhile; try again.
         """
-        check_seconds("timeout", timeout)
+        timeout = check_seconds("timeout", timeout)
         up_timeout = timeout if up_timeout is None else up_timeout
         if not 0 <= up_timeout <= timeout:
             raise ValueError(f"up_timeout must be from 0 to timeout={timeout:g}, got {up_timeout}")

@@ -144,13 +144,12 @@ class LocalCluster(connection.Cluster):
         ):
             if value is not None:
                 check_at_least(name, value, 1)
-        check_seconds("start_timeout", start_timeout)
+        self._start_timeout = check_seconds("start_timeout", start_timeout)
         if not sys.executable:
             raise RuntimeError("sys.executable is empty: no Python to start servers with")
 
         self._mutex = threading.RLock()
         self._owner = os.getpid()
-        self._start_timeout = float(start_timeout)
         self._transport = transports.check(transport)
         self._flags = [f"--bind_address={_HOST}", f"--transport={transport}"]
         if inter_op_threads is not None:
