@@ -226,7 +226,7 @@ class Cluster:
                     f"this process is connected to another cluster, {_connected}, and TensorFlow "
                     "knows one at a time; call close() on that one first"
                 )
-            server_defs.wait_for_pending(deadline, "connecting")
+            server_defs.wait_for_pending(deadline, "connecting", lambda: self._closed)
             current = context.get_server_def()
             if current is not None and not server_defs.is_ours(current):
                 raise RuntimeError(
@@ -249,7 +249,7 @@ class Cluster:
             def attempt() -> None:
                 nonlocal limit
                 missing = signs_of_life.wait_until(
-                    signs_of_life.greets, servers, timeout, deadline, spare
+                    self._while_open(signs_of_life.greets), servers, timeout, deadline, spare
                 )
                 if missing and limit == deadline:
                     limit = time.monotonic() + max(timeout, _FEWER_SECONDS)
@@ -279,6 +279,7 @@ class Cluster:
         self.watch.settle()  # It may be cutting off one that was silent and answers by now.
         missing = range(self.ps)
         while True:
+            self.check_open()
             probes = {index: self.probe("ps", index) for index in missing}
             limit = min(deadline, time.monotonic() + _ANSWER_SECONDS)
             for index, probe in probes.items():
@@ -350,6 +351,7 @@ class Cluster:
         with _lock:
             if _connected is not self:
                 raise RuntimeError("readmit needs a connected cluster; call connect() first")
+            self.check_open()  # It may be about to be closed.
             if callable(without):
                 left_out = list(without())
             present = self._without(left_out, "without")
@@ -367,9 +369,8 @@ class Cluster:
                 server_defs.update(server_defs.make(present, self._chief_address))
 
             def attempt() -> None:
-                signs_of_life.wait_until(
-                    signs_of_life.accepts_connections, present, up_timeout, up_deadline
-                )
+                is_up = self._while_open(signs_of_life.accepts_connections)
+                signs_of_life.wait_until(is_up, present, up_timeout, up_deadline)
                 self._change(
                     update,
                     deadline,
@@ -385,7 +386,18 @@ class Cluster:
 
     def _change(self, change: Callable[[], None], deadline: float, what: str) -> None:
         """Changes the connection; servers that don't answer are cut off at the deadline."""
-        server_defs.run_with_limit(change, deadline, what, self._cut_off_silent)
+        server_defs.run_with_limit(
+            change, deadline, what, self._cut_off_silent, lambda: self._closed
+        )
+
+    def _while_open(self, is_up: Callable[[str], bool]) -> Callable[[str], bool]:
+        """The same, with an error once this cluster is closed."""
+
+        def asked(address: str) -> bool:
+            self.check_open()
+            return is_up(address)
+
+        return asked
 
     def life(self, job: str, index: int) -> tuple[int, int]:
         """Which life of a server this process knows; compare it with one of earlier.
@@ -487,6 +499,7 @@ class Cluster:
                     if missing:
                         raise signs_of_life.not_up_error(timeout, missing) from error
                     raise
+                self.check_open()
                 logging.debug("Once more, as a server could not be reached: %s", error)
             time.sleep(signs_of_life.RETRY_SECONDS)
 
@@ -556,12 +569,15 @@ class Cluster:
         The memory and the resources that this process holds on the servers are lost. Its own
         listeners stay confined. Takes 15 seconds at most. After Ctrl-C, call it again.
         """
+        if self._is_over:
+            return
+        # Before the lock is free: whoever changes the connection, or shall, ends by that.
+        self._closed = True
+        self._end_passes()
         with _lock:
             if self._is_over:
                 return
-            self._closed = True
             try:
-                self._end_passes()
                 self.data_services.close()
                 with self._readers_lock:
                     if self._reader_losses is not None:
