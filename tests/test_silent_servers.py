@@ -1,5 +1,6 @@
 """Servers that are there and do not answer: stopped, hung, or cut off from the network."""
 
+import collections
 import contextlib
 import socket
 import time
@@ -201,6 +202,43 @@ def test_connections_are_cut_also_when_a_name_can_no_longer_be_resolved(two, mon
     two.cut_off("worker", 1)
     host, _, port = two.cluster_spec.task_address("worker", 1).rpartition(":")
     assert (host, int(port)) in cut[0]
+
+
+def test_connections_to_many_are_cut_before_any_name_is_asked_for(two, monkeypatch):
+    """A network that is cut often takes along who tells names, and asking takes long then."""
+    cut, asked = [], collections.Counter()
+    monkeypatch.setattr(signs_of_life, "cut_connections", cut.append)
+
+    def look_up(host, port, **unused):
+        assert cut
+        asked[port] += 1
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    gone = SERVERS[:3]
+    two.cut_off_all(gone)
+    ports = {server: two.cluster_spec.task_address(*server).split(":")[1] for server in SERVERS}
+    assert {int(ports[server]) for server in gone} == {port for _, port in cut[0]}
+    assert asked == {int(ports[server]): 1 for server in gone}
+
+
+def test_connections_are_cut_to_where_a_server_is_and_has_been(two, monkeypatch):
+    """But not those to where it has been, if another one is there now."""
+    addresses = [two.cluster_spec.task_address(*server) for server in SERVERS]
+    where = {address: f"10.0.0.{number}" for number, address in enumerate(addresses)}
+    cut = []
+    monkeypatch.setattr(signs_of_life, "cut_connections", cut.append)
+    monkeypatch.setattr(signs_of_life, "peers_of", lambda address: {(where[address], 1)})
+    monkeypatch.setattr(two, "_peers", {})
+    monkeypatch.setattr(two, "_peers_ever", {})
+    two.readmit()
+    where |= {addresses[0]: "10.0.0.1", addresses[1]: "10.0.0.9"}
+    two.readmit()
+    two.cut_off("worker", 1)
+    where[addresses[1]] = "10.0.0.10"  # It was started once more.
+    two.cut_off("worker", 1)
+    now, later = ("10.0.0.9", 1), ("10.0.0.10", 1)
+    assert cut == [{now}, {now}, {now, later}]
 
 
 # The last one: what it leaves on the servers is that of a pass that failed.

@@ -103,9 +103,11 @@ class Cluster:
         self._passes: weakref.WeakSet = weakref.WeakSet()
         self._passes_lock = threading.Lock()
         self._scopes: set[object] = set()  # Dispatch scopes that threads are in.
-        # Of each address, what connections to it have had at their other end: a name may get
-        # another address, or none, when its machine is gone.
+        # Of each address, what connections to it have at their other end, as far as is known, and
+        # what they have ever had: a name may get another address, or none, when its machine is
+        # gone.
         self._peers: dict[str, set[signs_of_life.Peer]] = {}
+        self._peers_ever: dict[str, set[signs_of_life.Peer]] = {}
         # How often each server was readmitted as if it had been restarted; by job and index.
         self._taken_anew: collections.Counter = collections.Counter()
         self.cluster_spec = tf.train.ClusterSpec(self._addresses)
@@ -265,8 +267,7 @@ class Cluster:
             self._repeat_if_unavailable(attempt, lambda: limit, timeout)
             _connected = self
             self._note_members(all_answer=True)
-        for address in itertools.chain.from_iterable(self._addresses.values()):
-            self._known_peers(address)
+        self._look_up(self._all_addresses())
         logging.info("Connected to %s.", self)
         return True
 
@@ -383,6 +384,7 @@ class Cluster:
                 is_done = True
             finally:
                 self._note_members(all_answer=is_done)
+        self._look_up(self._all_addresses())  # One that was started again may have another one.
 
     def _change(self, change: Callable[[], None], deadline: float, what: str) -> None:
         """Changes the connection; servers that don't answer are cut off at the deadline."""
@@ -452,19 +454,18 @@ class Cluster:
                 )
         return rest
 
-    def _known_peers(self, address: str) -> set[signs_of_life.Peer]:
-        """What connections to an address have at their other end, now or before."""
-        known = self._peers.setdefault(address, set())
-        known |= self._peers_now(address)
-        return known
+    def _all_addresses(self) -> list[str]:
+        """Those of the workers, the parameter servers and the chief."""
+        return list(itertools.chain.from_iterable(self._addresses.values()))
 
-    @staticmethod
-    def _peers_now(address: str) -> set[signs_of_life.Peer]:
-        try:
-            return signs_of_life.peers_of(address)
-        except OSError as error:
-            logging.warning("%s can't be resolved: %s", address, error)
-            return set()
+    def _look_up(self, addresses: Sequence[str]) -> bool:
+        """Learns what connections to addresses have at their other end; whether that is news."""
+        is_news = False
+        for address, peers in signs_of_life.peers_of_each(addresses).items():
+            ever = self._peers_ever.get(address, set())
+            is_news = is_news or not peers <= ever
+            self._peers[address], self._peers_ever[address] = peers, ever | peers
+        return is_news
 
     def cut_off(self, job: str, index: int) -> None:
         """Ends this process's connections to a server that does not answer.
@@ -476,11 +477,27 @@ class Cluster:
           job: "worker" or "ps".
           index: Which of them.
         """
-        address = self._addresses[job][index]
-        addresses = {a for of_job in self._addresses.values() for a in of_job} - {address}
-        # One of its earlier addresses may be another server's now.
-        others = set().union(*(self._peers_now(other) for other in addresses))
-        signs_of_life.cut_connections(self._known_peers(address) - others)
+        self.cut_off_all([(job, index)])
+
+    def cut_off_all(self, servers: Iterable[Server]) -> None:
+        """The same for several servers at once.
+
+        Args:
+          servers: Of each ("worker" or "ps", index).
+        """
+        addresses = [self._addresses[job][index] for job, index in servers]
+        self._cut_known(addresses)
+        # Last: who tells names may be cut off as well, and asking takes long then.
+        if self._look_up(addresses):
+            self._cut_known(addresses)
+
+    def _cut_known(self, addresses: Sequence[str]) -> None:
+        """Ends the connections to what these addresses have, or have had."""
+        cut = set().union(*(self._peers_ever.get(address, ()) for address in addresses))
+        # An earlier one may be another server's now.
+        others = set(self._all_addresses()).difference(addresses)
+        kept = set().union(*(self._peers.get(address, ()) for address in others))
+        signs_of_life.cut_connections(cut - kept)
 
     def _repeat_if_unavailable(
         self, attempt: Callable[[], None], deadline: Callable[[], float], timeout: float
@@ -506,8 +523,7 @@ class Cluster:
     def _cut_off_silent(self) -> list[str]:
         """Ends this process's connections to all servers that don't answer; returns their names."""
         silent = signs_of_life.silent(self._without([]))
-        for job, index, _ in silent:
-            self.cut_off(job, index)
+        self.cut_off_all((job, index) for job, index, _ in silent)
         return [f"{job}:{index}" for job, index, _ in silent]
 
     def probe(self, job: str, index: int) -> signs_of_life.Probe:

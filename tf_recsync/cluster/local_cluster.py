@@ -424,9 +424,8 @@ class LocalCluster(connection.Cluster):
         with self._mutex:
             if self._hosted is not None:
                 if self._scopes:  # Their calls would wait on: the servers don't end.
-                    for job, size in self._sizes.items():
-                        for index in range(size):
-                            self.cut_off(job, index)
+                    sizes = self._sizes.items()
+                    self.cut_off_all((job, i) for job, size in sizes for i in range(size))
                 self._hosted.release()
                 self._hosted = None
             self._end_processes()

@@ -189,6 +189,25 @@ def peers_of(address: str) -> set[Peer]:
     return peers | {(f"::ffff:{peer}", number) for peer, number in peers}
 
 
+def peers_of_each(addresses: Sequence[str]) -> dict[str, set[Peer]]:
+    """The same of several servers, looked up at the same time, without names that are unknown.
+
+    Args:
+      addresses: "host:port" of each.
+    """
+
+    def find(address: str) -> set[Peer]:
+        try:
+            return peers_of(address)
+        except OSError as error:
+            logging.warning("%s can't be resolved: %s", address, error)
+            return set()
+
+    with futures.ThreadPoolExecutor(_ASKERS) as pool:
+        found = zip(addresses, pool.map(find, addresses), strict=True)
+        return {address: peers for address, peers in found if peers}
+
+
 def cut_connections(peers: Collection[Peer]) -> int:
     """Ends this process's connections to a server, and with them calls that wait for it.
 
