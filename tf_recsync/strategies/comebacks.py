@@ -57,7 +57,7 @@ class Comebacks:
         membership, probe = self._cluster.membership, self._ask(server)
         if probe.reachable and not membership.is_forgetful(server):
             membership.readmitted(server)
-            return True
+            return not membership.is_away(server)  # It may be about to end.
         # One that was started again answers that it doesn't know us.
         if membership.silent_seconds(server) and not probe.answered:
             return False
@@ -72,9 +72,8 @@ class Comebacks:
             try:
                 is_there = self._take_in(server) and self._ask(server).reachable
             finally:
-                if is_there:
-                    membership.readmitted(server)
-                else:
+                is_there = is_there and membership.readmitted(server)
+                if not is_there:
                     membership.refused(server)
             return is_there
 
