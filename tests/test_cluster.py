@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import pathlib
+import re
 import resource
 import signal
 import socket
@@ -21,6 +22,7 @@ from sockets import listening_addresses
 from started_servers import Server
 from tensorflow.python.eager import context
 
+import tf_recsync as recsync
 from tf_recsync import cluster as recsync_cluster
 from tf_recsync.cluster import (
     connection,
@@ -613,6 +615,46 @@ def test_a_close_that_was_interrupted_can_be_done_again(monkeypatch, owner, name
         assert cluster.is_closed
         cluster.close()
         assert not is_running(pid) and not cluster.log_dir.exists()
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_a_close_ends_what_waits_for_a_server_in_another_thread(how):
+    with recsync_cluster.LocalCluster(workers=1) as cluster:
+        cluster.connect()
+        getattr(cluster, how)("worker", 0)
+        errors = []
+
+        def readmit():
+            try:
+                cluster.readmit(timeout=300.0)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=readmit)
+        thread.start()
+
+        def is_waiting():
+            if connection._lock.acquire(blocking=False):
+                connection._lock.release()
+                return False
+            return True
+
+        assert wait_until(is_waiting, 100.0)
+        time.sleep(0.5)  # For it to call the server.
+        cluster.close()
+        thread.join()
+    # The one that is gone was waited for; to the other one TensorFlow's call was ended.
+    assert re.search("is closed, and what lay on|worker:0 did not answer", errors[0])
+
+
+def test_limits_of_time_may_be_infinite():
+    endless = float("inf")
+    with recsync_cluster.LocalCluster(workers=1, ps=1, start_timeout=endless) as cluster:
+        cluster.connect(timeout=endless)
+        recsync.AsyncStrategy(cluster, silence_timeout=endless)
+        cluster.restart("worker", 0)
+        cluster.readmit(timeout=endless)
+        assert add_on("worker", 0)[0] == 5.0
 
 
 def test_a_change_of_the_connection_is_waited_for_though_it_was_interrupted(monkeypatch):

@@ -9,6 +9,7 @@ from groups import ALONE, hierarchical, line, numbers
 from helpers import AtBatch, compiled, gated, numbered, sums, wait_until
 
 import tf_recsync as recsync
+from tf_recsync import maintenance
 from tf_recsync.maintenance import Drain, Restart, Window
 
 WORKERS, PS = 4, 6
@@ -231,7 +232,35 @@ def test_an_event_that_fails_ends_fit_with_an_error_that_names_it(cluster):
     assert_all_were_seen(model.fit(data, verbose=0, callbacks=[window]).history, 1)
 
 
-def test_what_was_requested_beside_an_event_that_fails_is_done(cluster):
+def test_a_process_that_ends_after_its_hook_has_returned_is_not_taken_for_the_next_one(
+    cluster, monkeypatch
+):
+    monkeypatch.setattr(maintenance, "_RETURN_SECONDS", 200.0)
+    strategy = hierarchical(cluster)
+    model, window = numbered_model(strategy), Window(within_seconds=600)
+    ended, threads, seen = cluster.pid("ps", 1), [], []
+
+    def restart(job, index):
+        later = threading.Timer(2.0, lambda: cluster.restart(job, index))
+        later.start()
+        threads.append(later)
+
+    window.request(Restart("ps", 1, restart))
+    look = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: seen.append(cluster.pid("ps", 1))
+    )
+    (data,), _ = numbered("datasets")
+    history = model.fit(data, epochs=1, verbose=0, callbacks=[window, look]).history
+    threads[0].join()
+    assert_all_were_seen(history, 1)
+    assert [done.is_back for done in window.report] == [True]
+    assert seen != [ended]
+    assert strategy.losses(model).batches == 0
+
+
+def test_what_was_requested_beside_an_event_that_fails_is_done(cluster, monkeypatch):
+    """A server that nobody has ended after all takes part again."""
+    monkeypatch.setattr(maintenance, "_RETURN_SECONDS", 1.0)
     model = numbered_model(recsync.AsyncStrategy(cluster))
     window = Window(within_seconds=600)
 

@@ -1,6 +1,8 @@
 """Several readers, each with a part of the data: which batches were trained on is known."""
 
 import contextlib
+import os
+import socket
 import time
 from concurrent import futures
 
@@ -199,6 +201,21 @@ def test_a_position_with_other_parts_is_refused(parts):
 # Readers.
 
 
+def option_to(port, level, option):
+    """An option of this process's one connection to a port of this machine."""
+    values = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            connection = socket.socket(fileno=int(name))
+            try:
+                if connection.getpeername()[1:2] == (port,):  # Others have names of text.
+                    values.append(connection.getsockopt(level, option))
+            finally:
+                connection.detach()
+    (value,) = values
+    return value
+
+
 def test_connections_to_readers_that_have_ended_are_counted():
     def start(port=0):
         server = grpc.server(futures.ThreadPoolExecutor(1))
@@ -216,6 +233,10 @@ def test_connections_to_readers_that_have_ended_are_counted():
     losses = ReaderLosses([f"127.0.0.1:{port}", f"127.0.0.1:{other_port}"])
     try:
         assert losses.begin() == 0
+        # A machine that is gone closes nothing: its silence is noticed.
+        for number in (port, other_port):
+            assert option_to(number, socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert 10 <= option_to(number, socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
         first.stop(None)
         expect(1)
         first, _ = start(port)

@@ -73,6 +73,18 @@ def test_each_gives_up_by_its_own_limit(watch, played):
         watch.end(wait)
 
 
+def test_others_are_watched_beside_one_who_waits_without_a_limit(watch, played):
+    gave_up = []
+    played.is_silent = True
+    waits = [waiting(float("inf"), []), waiting(0.2, gave_up)]
+    for wait in waits:
+        watch.begin(wait)
+        time.sleep(0.1)
+    assert wait_until(lambda: gave_up, 60)
+    for wait in waits:
+        watch.end(wait)
+
+
 def test_each_silence_is_noticed_as_soon_as_the_first(watch, played, members):
     """Of a server that nobody waits for in between, so that nobody asks it."""
     is_waiting, gave_up, rounds = [True], [], []

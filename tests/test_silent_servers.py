@@ -1,19 +1,22 @@
 """Servers that are there and do not answer: stopped, hung, or cut off from the network."""
 
+import collections
 import contextlib
 import socket
 import time
 
+import keras
 import pytest
 import tensorflow as tf
-from helpers import AtBatch, compiled, compute_time, mean_output, slope_model
+from helpers import AtBatch, compiled, compute_time, mean_output, slope_model, wait_until
 
 import tf_recsync as recsync
-from tf_recsync.cluster import signs_of_life
+from tf_recsync.cluster import device_of, is_reachable, signs_of_life
 from tf_recsync.cluster.signs_of_life import cut_connections, peers_of
 from tf_recsync.optimizers import SGD
-from tf_recsync.strategies import worker_run
+from tf_recsync.strategies import comebacks, worker_run
 from tf_recsync.strategies.watched_calls import watched
+from tf_recsync.synchronization.synchronizer import Crew
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -119,6 +122,56 @@ def test_a_slow_worker_is_not_taken_for_silent(two, caplog):
     assert "answered" not in caplog.text
 
 
+def test_a_worker_that_was_started_again_takes_part_while_another_stands_still(clusters, caplog):
+    three = clusters.get(workers=3, ps=1)
+    strategy = recsync.AsyncStrategy(three, silence_timeout=LIMIT)
+    model = compiled(strategy, slope_model, lambda: SGD(1.0), mean_output)
+    events = [
+        ("", lambda: three.pause("worker", 0)),
+        ("worker:0 was lost", lambda: three.kill("worker", 1)),
+        ("worker:1 was lost", lambda: three.restart("worker", 1)),
+        ("worker:1 is back", lambda: three.resume("worker", 0)),
+        ("worker:0 is back", lambda: setattr(model, "stop_training", True)),
+    ]
+
+    def act(batch, logs):
+        if events and batch > 5 and events[0][0] in caplog.text:
+            events.pop(0)[1]()
+
+    ones = tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, 1]))).repeat(6_000)
+    try:
+        with compute_time(strategy, 0.05):
+            act_then = keras.callbacks.LambdaCallback(on_train_batch_end=act)
+            model.fit(ones, callbacks=[act_then], verbose=0)
+    finally:
+        three.resume("worker", 0)
+    assert not events, events[0][0]
+
+
+def test_what_stands_still_keeps_no_other_server_away_for_good(two, monkeypatch):
+    """Whether it is known to be lost, as the parameter server here, or not, as the worker."""
+    monkeypatch.setattr(comebacks, "_READMIT_SECONDS", 3.0)
+    others = comebacks.Comebacks(two, Crew(), lambda seconds: time.sleep(seconds))
+
+    def is_back(*server):
+        return wait_until(lambda: others.is_back(server), 200.0)
+
+    two.membership.lost(("ps", 1), None, "it was silent", silent_seconds=LIMIT)
+    two.pause("ps", 1)
+    two.pause("worker", 0)
+    two.kill("worker", 1)
+    two.membership.lost(("worker", 1), None, "it was killed")
+    two.restart("worker", 1)
+    assert is_back("worker", 1)
+    assert not others.is_back(("ps", 1))
+    assert two.membership.is_away(("worker", 0))
+    two.resume("worker", 0)
+    two.resume("ps", 1)
+    assert is_back("worker", 0) and is_back("ps", 1)
+    for server in SERVERS:
+        assert is_reachable(device_of(*server))
+
+
 def test_only_connections_to_the_named_server_are_cut():
     with contextlib.ExitStack() as stack:
         ends = []
@@ -149,6 +202,43 @@ def test_connections_are_cut_also_when_a_name_can_no_longer_be_resolved(two, mon
     two.cut_off("worker", 1)
     host, _, port = two.cluster_spec.task_address("worker", 1).rpartition(":")
     assert (host, int(port)) in cut[0]
+
+
+def test_connections_to_many_are_cut_before_any_name_is_asked_for(two, monkeypatch):
+    """A network that is cut often takes along who tells names, and asking takes long then."""
+    cut, asked = [], collections.Counter()
+    monkeypatch.setattr(signs_of_life, "cut_connections", cut.append)
+
+    def look_up(host, port, **unused):
+        assert cut
+        asked[port] += 1
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    gone = SERVERS[:3]
+    two.cut_off_all(gone)
+    ports = {server: two.cluster_spec.task_address(*server).split(":")[1] for server in SERVERS}
+    assert {int(ports[server]) for server in gone} == {port for _, port in cut[0]}
+    assert asked == {int(ports[server]): 1 for server in gone}
+
+
+def test_connections_are_cut_to_where_a_server_is_and_has_been(two, monkeypatch):
+    """But not those to where it has been, if another one is there now."""
+    addresses = [two.cluster_spec.task_address(*server) for server in SERVERS]
+    where = {address: f"10.0.0.{number}" for number, address in enumerate(addresses)}
+    cut = []
+    monkeypatch.setattr(signs_of_life, "cut_connections", cut.append)
+    monkeypatch.setattr(signs_of_life, "peers_of", lambda address: {(where[address], 1)})
+    monkeypatch.setattr(two, "_peers", {})
+    monkeypatch.setattr(two, "_peers_ever", {})
+    two.readmit()
+    where |= {addresses[0]: "10.0.0.1", addresses[1]: "10.0.0.9"}
+    two.readmit()
+    two.cut_off("worker", 1)
+    where[addresses[1]] = "10.0.0.10"  # It was started once more.
+    two.cut_off("worker", 1)
+    now, later = ("10.0.0.9", 1), ("10.0.0.10", 1)
+    assert cut == [{now}, {now}, {now, later}]
 
 
 # The last one: what it leaves on the servers is that of a pass that failed.

@@ -77,9 +77,15 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"seed must be below 2 ** 64, not {seed}")
 
 
-def check_seconds(name: str, value: float) -> None:
-    """Raises a ValueError if an argument is no positive number."""
-    number(name, value, above=0, infinite=True, allowed="positive, in seconds")
+def check_seconds(name: str, value: float) -> float:
+    """Raises a ValueError if an argument is no positive number.
+
+    Returns:
+        The seconds, for waits: these take no more than 30 years, and infinity is as many.
+    """
+    return float(
+        min(number(name, value, above=0, infinite=True, allowed="positive, in seconds"), 1e9)
+    )
 
 
 def plain_values(config: Any) -> None:

@@ -27,7 +27,7 @@ __all__ = [
     "Window",
 ]
 
-_RETURN_SECONDS = 20.0  # For a server that is up again to be taken in.
+_RETURN_SECONDS = 20.0  # For a server that is up to end, and for the next one to be taken in.
 _RETRY_SECONDS = 0.2
 
 Hook = Callable[[str, int], None]
@@ -43,8 +43,9 @@ class Restart:
         index: its task index.
         restart: `restart(job, index)` ends the server and starts it again, at its address, or has
             somebody else do so. It is called in the thread of `fit`, while no step is in flight.
-            If the server is up when it returns, it takes part at once, else when it is. None
-            (the default): the `LocalCluster` does it.
+            If a server is up when it returns, training waits up to 20 seconds for the new process
+            to take part; else it takes part when it is up. A process that has not ended by then
+            takes part again. None (the default): the `LocalCluster` does it.
 
     Raises:
         ValueError: if an argument is wrong.
@@ -285,6 +286,8 @@ class Window(keras.callbacks.Callback):
 
 def _announce(cluster: Cluster, event: Restart | Drain) -> None:
     """A server is about to end: while it answers, others take back what it has of them."""
+    # Somebody else may end it later than its hook returns, and others ask for it meanwhile.
+    cluster.membership.ending(event.server)
     how = f"as maintenance was requested ({event})"
     cluster.membership.lost(event.server, None, how)
     cluster.tell_members()
@@ -299,7 +302,10 @@ def _done(cluster: Cluster, event: Restart | Drain) -> bool:
             cluster.kill(*event.server)
         else:
             cluster.restart(*event.server)
-    except Exception as error:
+    except BaseException as error:  # Ctrl-C, too.
+        cluster.membership.stays(event.server)
+        if not isinstance(error, Exception):
+            raise
         raise RuntimeError(f"maintenance failed: {event}: {error}") from error
     if isinstance(event, Drain) or not cluster.is_up(*event.server):
         return False
@@ -307,7 +313,8 @@ def _done(cluster: Cluster, event: Restart | Drain) -> bool:
     # For a second after the old connection broke, calls to the new process fail, too.
     while not comebacks.is_back(event.server):
         if time.monotonic() >= deadline:
-            return False
+            cluster.membership.stays(event.server)  # If it still answers, nobody has ended it.
+            return comebacks.is_back(event.server)
         _wait(_RETRY_SECONDS)
     return True
 

@@ -103,9 +103,11 @@ class Cluster:
         self._passes: weakref.WeakSet = weakref.WeakSet()
         self._passes_lock = threading.Lock()
         self._scopes: set[object] = set()  # Dispatch scopes that threads are in.
-        # Of each address, what connections to it have had at their other end: a name may get
-        # another address, or none, when its machine is gone.
+        # Of each address, what connections to it have at their other end, as far as is known, and
+        # what they have ever had: a name may get another address, or none, when its machine is
+        # gone.
         self._peers: dict[str, set[signs_of_life.Peer]] = {}
+        self._peers_ever: dict[str, set[signs_of_life.Peer]] = {}
         # How often each server was readmitted as if it had been restarted; by job and index.
         self._taken_anew: collections.Counter = collections.Counter()
         self.cluster_spec = tf.train.ClusterSpec(self._addresses)
@@ -200,7 +202,7 @@ class Cluster:
             a server was not up in time; the message names it.
           ValueError: `timeout`, `min_workers` or the bind address is wrong.
         """
-        check_seconds("timeout", timeout)
+        timeout = check_seconds("timeout", timeout)
         deadline = time.monotonic() + timeout
         spare = 0
         if min_workers is not None:
@@ -226,7 +228,7 @@ class Cluster:
                     f"this process is connected to another cluster, {_connected}, and TensorFlow "
                     "knows one at a time; call close() on that one first"
                 )
-            server_defs.wait_for_pending(deadline, "connecting")
+            server_defs.wait_for_pending(deadline, "connecting", lambda: self._closed)
             current = context.get_server_def()
             if current is not None and not server_defs.is_ours(current):
                 raise RuntimeError(
@@ -249,7 +251,7 @@ class Cluster:
             def attempt() -> None:
                 nonlocal limit
                 missing = signs_of_life.wait_until(
-                    signs_of_life.greets, servers, timeout, deadline, spare
+                    self._while_open(signs_of_life.greets), servers, timeout, deadline, spare
                 )
                 if missing and limit == deadline:
                     limit = time.monotonic() + max(timeout, _FEWER_SECONDS)
@@ -265,8 +267,7 @@ class Cluster:
             self._repeat_if_unavailable(attempt, lambda: limit, timeout)
             _connected = self
             self._note_members(all_answer=True)
-        for address in itertools.chain.from_iterable(self._addresses.values()):
-            self._known_peers(address)
+        self._look_up(self._all_addresses())
         logging.info("Connected to %s.", self)
         return True
 
@@ -279,6 +280,7 @@ class Cluster:
         self.watch.settle()  # It may be cutting off one that was silent and answers by now.
         missing = range(self.ps)
         while True:
+            self.check_open()
             probes = {index: self.probe("ps", index) for index in missing}
             limit = min(deadline, time.monotonic() + _ANSWER_SECONDS)
             for index, probe in probes.items():
@@ -339,7 +341,7 @@ class Cluster:
             the cluster.
           tf.errors.OpError: A server failed meanwhile; try again.
         """
-        check_seconds("timeout", timeout)
+        timeout = check_seconds("timeout", timeout)
         up_timeout = timeout if up_timeout is None else up_timeout
         if not 0 <= up_timeout <= timeout:
             raise ValueError(f"up_timeout must be from 0 to timeout={timeout:g}, got {up_timeout}")
@@ -350,6 +352,7 @@ class Cluster:
         with _lock:
             if _connected is not self:
                 raise RuntimeError("readmit needs a connected cluster; call connect() first")
+            self.check_open()  # It may be about to be closed.
             if callable(without):
                 left_out = list(without())
             present = self._without(left_out, "without")
@@ -367,9 +370,8 @@ class Cluster:
                 server_defs.update(server_defs.make(present, self._chief_address))
 
             def attempt() -> None:
-                signs_of_life.wait_until(
-                    signs_of_life.accepts_connections, present, up_timeout, up_deadline
-                )
+                is_up = self._while_open(signs_of_life.accepts_connections)
+                signs_of_life.wait_until(is_up, present, up_timeout, up_deadline)
                 self._change(
                     update,
                     deadline,
@@ -382,10 +384,22 @@ class Cluster:
                 is_done = True
             finally:
                 self._note_members(all_answer=is_done)
+        self._look_up(self._all_addresses())  # One that was started again may have another one.
 
     def _change(self, change: Callable[[], None], deadline: float, what: str) -> None:
         """Changes the connection; servers that don't answer are cut off at the deadline."""
-        server_defs.run_with_limit(change, deadline, what, self._cut_off_silent)
+        server_defs.run_with_limit(
+            change, deadline, what, self._cut_off_silent, lambda: self._closed
+        )
+
+    def _while_open(self, is_up: Callable[[str], bool]) -> Callable[[str], bool]:
+        """The same, with an error once this cluster is closed."""
+
+        def asked(address: str) -> bool:
+            self.check_open()
+            return is_up(address)
+
+        return asked
 
     def life(self, job: str, index: int) -> tuple[int, int]:
         """Which life of a server this process knows; compare it with one of earlier.
@@ -423,9 +437,9 @@ class Cluster:
             self.membership.deliver()
 
     def _absent_workers(self) -> list[int]:
-        """The workers at whose address nothing listens."""
-        absent = self.absent(("worker", index) for index in range(self.workers))
-        return [index for _, index in absent]
+        """The workers at whose address nothing listens, and the lost ones that don't answer."""
+        workers = [("worker", index) for index in range(self.workers)]
+        return [index for _, index in self.absent(workers, self.membership.is_away)]
 
     def _without(
         self, servers: Sequence[tuple[str, int]], argument: str = "anew"
@@ -440,19 +454,18 @@ class Cluster:
                 )
         return rest
 
-    def _known_peers(self, address: str) -> set[signs_of_life.Peer]:
-        """What connections to an address have at their other end, now or before."""
-        known = self._peers.setdefault(address, set())
-        known |= self._peers_now(address)
-        return known
+    def _all_addresses(self) -> list[str]:
+        """Those of the workers, the parameter servers and the chief."""
+        return list(itertools.chain.from_iterable(self._addresses.values()))
 
-    @staticmethod
-    def _peers_now(address: str) -> set[signs_of_life.Peer]:
-        try:
-            return signs_of_life.peers_of(address)
-        except OSError as error:
-            logging.warning("%s can't be resolved: %s", address, error)
-            return set()
+    def _look_up(self, addresses: Sequence[str]) -> bool:
+        """Learns what connections to addresses have at their other end; whether that is news."""
+        is_news = False
+        for address, peers in signs_of_life.peers_of_each(addresses).items():
+            ever = self._peers_ever.get(address, set())
+            is_news = is_news or not peers <= ever
+            self._peers[address], self._peers_ever[address] = peers, ever | peers
+        return is_news
 
     def cut_off(self, job: str, index: int) -> None:
         """Ends this process's connections to a server that does not answer.
@@ -464,11 +477,27 @@ class Cluster:
           job: "worker" or "ps".
           index: Which of them.
         """
-        address = self._addresses[job][index]
-        addresses = {a for of_job in self._addresses.values() for a in of_job} - {address}
-        # One of its earlier addresses may be another server's now.
-        others = set().union(*(self._peers_now(other) for other in addresses))
-        signs_of_life.cut_connections(self._known_peers(address) - others)
+        self.cut_off_all([(job, index)])
+
+    def cut_off_all(self, servers: Iterable[Server]) -> None:
+        """The same for several servers at once.
+
+        Args:
+          servers: Of each ("worker" or "ps", index).
+        """
+        addresses = [self._addresses[job][index] for job, index in servers]
+        self._cut_known(addresses)
+        # Last: who tells names may be cut off as well, and asking takes long then.
+        if self._look_up(addresses):
+            self._cut_known(addresses)
+
+    def _cut_known(self, addresses: Sequence[str]) -> None:
+        """Ends the connections to what these addresses have, or have had."""
+        cut = set().union(*(self._peers_ever.get(address, ()) for address in addresses))
+        # An earlier one may be another server's now.
+        others = set(self._all_addresses()).difference(addresses)
+        kept = set().union(*(self._peers.get(address, ()) for address in others))
+        signs_of_life.cut_connections(cut - kept)
 
     def _repeat_if_unavailable(
         self, attempt: Callable[[], None], deadline: Callable[[], float], timeout: float
@@ -487,14 +516,14 @@ class Cluster:
                     if missing:
                         raise signs_of_life.not_up_error(timeout, missing) from error
                     raise
+                self.check_open()
                 logging.debug("Once more, as a server could not be reached: %s", error)
             time.sleep(signs_of_life.RETRY_SECONDS)
 
     def _cut_off_silent(self) -> list[str]:
         """Ends this process's connections to all servers that don't answer; returns their names."""
         silent = signs_of_life.silent(self._without([]))
-        for job, index, _ in silent:
-            self.cut_off(job, index)
+        self.cut_off_all((job, index) for job, index, _ in silent)
         return [f"{job}:{index}" for job, index, _ in silent]
 
     def probe(self, job: str, index: int) -> signs_of_life.Probe:
@@ -556,12 +585,15 @@ class Cluster:
         The memory and the resources that this process holds on the servers are lost. Its own
         listeners stay confined. Takes 15 seconds at most. After Ctrl-C, call it again.
         """
+        if self._is_over:
+            return
+        # Before the lock is free: whoever changes the connection, or shall, ends by that.
+        self._closed = True
+        self._end_passes()
         with _lock:
             if self._is_over:
                 return
-            self._closed = True
             try:
-                self._end_passes()
                 self.data_services.close()
                 with self._readers_lock:
                     if self._reader_losses is not None:
@@ -652,10 +684,25 @@ class Cluster:
         """
         return signs_of_life.accepts_connections(self._addresses[job][index])
 
-    def absent(self, servers: Iterable[Server]) -> list[Server]:
-        """Those of some workers and parameter servers that accept no connections."""
+    def absent(
+        self, servers: Iterable[Server], is_suspect: Callable[[Server], bool] = lambda server: False
+    ) -> list[Server]:
+        """Those of some workers and parameter servers that are not there.
+
+        Args:
+          servers: Which are looked at.
+          is_suspect: Of which it does not suffice that they accept connections, as the kernel does
+            for a process that stands still: they have to answer. Default: of none.
+        """
         addresses = [(job, index, self._addresses[job][index]) for job, index in servers]
-        missing = signs_of_life.without(signs_of_life.accepts_connections, addresses)
+        suspects = {address for job, index, address in addresses if is_suspect((job, index))}
+
+        def is_there(address: str) -> bool:
+            if address in suspects:
+                return signs_of_life.greets(address)
+            return signs_of_life.accepts_connections(address)
+
+        missing = signs_of_life.without(is_there, addresses)
         return [(job, index) for job, index, _ in missing]
 
 

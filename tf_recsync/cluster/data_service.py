@@ -218,7 +218,8 @@ class ReaderLosses:
 
 
 class _Connection:
-    """A connection to a reader, which ends with it, and is made again when it is back.
+    """A connection to a reader, which ends with it or its machine, and is made again when it is
+    back.
 
     Args:
         address: "host:port" of the reader.
@@ -228,6 +229,7 @@ class _Connection:
     def __init__(self, address: str, lost: Callable[[], None]):
         import grpc  # Servers are forked from a process that has not.
 
+        self._address = address
         self._lost = lost
         self._is_there = threading.Event()
         self._was_ready = False
@@ -248,6 +250,8 @@ class _Connection:
 
     def _on_change(self, state: enum.Enum) -> None:
         if state is self._ready:
+            # Not gRPC's own, which servers refuse from a connection that carries nothing.
+            signs_of_life.keep_alive(self._address)
             self._was_ready = True
             self._is_there.set()
         elif self._was_ready:

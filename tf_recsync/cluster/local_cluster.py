@@ -144,13 +144,12 @@ class LocalCluster(connection.Cluster):
         ):
             if value is not None:
                 check_at_least(name, value, 1)
-        check_seconds("start_timeout", start_timeout)
+        self._start_timeout = check_seconds("start_timeout", start_timeout)
         if not sys.executable:
             raise RuntimeError("sys.executable is empty: no Python to start servers with")
 
         self._mutex = threading.RLock()
         self._owner = os.getpid()
-        self._start_timeout = float(start_timeout)
         self._transport = transports.check(transport)
         self._flags = [f"--bind_address={_HOST}", f"--transport={transport}"]
         if inter_op_threads is not None:
@@ -425,9 +424,8 @@ class LocalCluster(connection.Cluster):
         with self._mutex:
             if self._hosted is not None:
                 if self._scopes:  # Their calls would wait on: the servers don't end.
-                    for job, size in self._sizes.items():
-                        for index in range(size):
-                            self.cut_off(job, index)
+                    sizes = self._sizes.items()
+                    self.cut_off_all((job, i) for job, size in sizes for i in range(size))
                 self._hosted.release()
                 self._hosted = None
             self._end_processes()

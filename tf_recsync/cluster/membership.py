@@ -140,6 +140,7 @@ class _Record:
         since: when its state last changed.
         life: see `Member`.
         process: tells one process behind its address from the next.
+        ending: the process that is about to end, and does not count as back; or None.
         threads: what each thread that drives it does, in this life.
         silent_seconds: for how long it did not answer, if it was lost by that.
         is_forgetful: whether it lacks functions, and has to be taken in as if it were new.
@@ -151,6 +152,7 @@ class _Record:
     since: float
     life: int = 0
     process: Hashable = None
+    ending: Hashable = None
     threads: dict[Hashable, MemberState] = dataclasses.field(default_factory=dict)
     silent_seconds: float = 0.0
     is_forgetful: bool = False
@@ -276,6 +278,16 @@ class Membership:
             if process is not None and all_answer and not is_coming:
                 self.readmitted(server)
 
+    def ending(self, server: Server) -> None:
+        """The present process of a server is about to end: until it has, it is not back."""
+        with self._lock:
+            self._records[server].ending = self._records[server].process
+
+    def stays(self, server: Server) -> None:
+        """The process of a server that was about to end does not."""
+        with self._lock:
+            self._records[server].ending = None
+
     def suspected(self, server: Server) -> bool:
         """Somebody waits for a server, and it has not answered yet."""
         with self._lock:
@@ -339,11 +351,12 @@ class Membership:
             return True
 
     def readmitted(self, server: Server) -> bool:
-        """A server that was away can be used again."""
+        """A server that was away can be used again, unless its process is about to end."""
         with self._lock:
-            if not self._pass("readmitted", server):
-                return False
             record = self._records[server]
+            is_ending = record.ending is not None and record.ending == record.process
+            if is_ending or not self._pass("readmitted", server):
+                return False
             record.silent_seconds, record.is_forgetful = 0.0, False
             record.is_returning = server[0] == "worker"  # Until it takes part.
             if not record.is_returning:

@@ -18,6 +18,7 @@ from tf_recsync.cluster.tf_config import CHIEF
 
 _MOST_CALLS = 5  # Of a change, that have to be ended.
 _CALL_SECONDS = 0.5  # For each of them, before it is ended.
+_LOOK_SECONDS = 0.5  # Between two looks at whether to wait no longer.
 
 _own: tensorflow_server_pb2.ServerDef | None = None  # The last that we set.
 _pending: list[threading.Thread] = []  # Changes that nobody waits for any more.
@@ -29,15 +30,21 @@ def is_ours(server_def: tensorflow_server_pb2.ServerDef) -> bool:
 
 
 class Change(threading.Thread):
-    """Changes the connection in a thread of its own, for TensorFlow offers no time limit."""
+    """Changes the connection in a thread of its own, for TensorFlow offers no time limit.
+
+    Those that were left go first, as two at the same time may end the process.
+    """
 
     def __init__(self, change: Callable[[], None]):
         super().__init__(name="tf_recsync_connection", daemon=True)
         self._change = change
+        self._earlier = tuple(_pending)
         self.error: Exception | None = None
         self.start()
 
     def run(self) -> None:
+        for earlier in self._earlier:
+            earlier.join()
         try:
             self._change()
         except Exception as error:  # Raised or logged by whoever waits.
@@ -54,17 +61,36 @@ def left_pending(change: Change) -> Iterator[None]:
             _pending.append(change)
 
 
-def wait_for_pending(deadline: float, what: str) -> None:
-    """Waits for changes that were left; what they have set counts when they have ended."""
+def _never() -> bool:
+    return False
+
+
+def _join(thread: threading.Thread, deadline: float, is_over: Callable[[], bool]) -> None:
+    while thread.is_alive() and (left := deadline - time.monotonic()) > 0 and not is_over():
+        thread.join(min(left, _LOOK_SECONDS))
+
+
+def wait_for_pending(deadline: float, what: str, is_over: Callable[[], bool] = _never) -> None:
+    """Waits for changes that were left; what they have set counts when they have ended.
+
+    Args:
+        deadline: until when, in seconds of time.monotonic().
+        what: for messages.
+        is_over: whether to wait no longer, whatever the deadline.
+    """
     while _pending:
-        _pending[0].join(max(0.0, deadline - time.monotonic()))
+        _join(_pending[0], deadline, is_over)
         if _pending[0].is_alive():
             raise RuntimeError(f"{what}: an earlier change of the connection has not ended yet")
         del _pending[0]
 
 
 def run_with_limit(
-    change: Callable[[], None], deadline: float, what: str, end_waits: Callable[[], list[str]]
+    change: Callable[[], None],
+    deadline: float,
+    what: str,
+    end_waits: Callable[[], list[str]],
+    is_over: Callable[[], bool] = _never,
 ) -> None:
     """Runs `change`, after one that is still going on, until `deadline` at most.
 
@@ -74,12 +100,13 @@ def run_with_limit(
         what: for messages.
         end_waits: ends calls to servers that do not answer, and returns these, in words. So a
             change that runs out of time fails, instead of keeping all later ones waiting.
+        is_over: as of `wait_for_pending`.
     """
-    wait_for_pending(deadline, what)
+    wait_for_pending(deadline, what, is_over)
     thread = Change(change)
     silent: list[str] = []
     with left_pending(thread):
-        thread.join(max(1.0, deadline - time.monotonic()))
+        _join(thread, max(deadline, time.monotonic() + 1.0), is_over)
         for _ in range(_MOST_CALLS):  # A call that is ended may be followed by another.
             if not thread.is_alive():
                 break

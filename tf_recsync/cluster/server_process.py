@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from tf_recsync.cluster import server_template
 
+_LONGEST_WAIT_SECONDS = 3600.0  # At a time: epoll takes no more than some weeks.
 _LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 16384
 
@@ -135,7 +136,7 @@ def wait_until_ready(servers: Sequence[ServerProcess], timeout: float) -> Server
             selector.register(server._ready_fd, selectors.EVENT_READ, server)
         while selector.get_map():
             remaining = deadline - time.monotonic()
-            events = selector.select(max(0.0, remaining))
+            events = selector.select(min(max(0.0, remaining), _LONGEST_WAIT_SECONDS))
             for key, _ in events:
                 server = key.data
                 if not os.read(key.fd, 64):  # Closed without a word: it has ended.

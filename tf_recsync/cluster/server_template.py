@@ -37,6 +37,7 @@ _MAX_REQUEST = 1 << 20
 _OUTPUT_LINES = 20
 _PARENT_POLL_MILLISECONDS = 1000
 _POLL_SECONDS = 0.01
+_LONGEST_WAIT_SECONDS = 86400.0  # For an answer: sockets take no more than some weeks.
 _EXIT_TO_BEGIN_ANEW = 99  # None of the server's own exit codes, see server.py.
 
 # What environment variables are called that a library reads while it is imported: servers
@@ -204,7 +205,7 @@ class Template:
         try:
             try:
                 with self._mutex:
-                    self._socket.settimeout(timeout)
+                    self._socket.settimeout(min(timeout, _LONGEST_WAIT_SECONDS))
                     fds = [stdin_read, log.fileno(), ready_fd, exit_write]
                     # The descriptors go with the first byte.
                     socket.send_fds(self._socket, [len(request).to_bytes(8, "big")], fds)

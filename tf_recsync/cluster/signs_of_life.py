@@ -24,6 +24,13 @@ _GREETING_SECONDS = 1.0  # For the answer to it.
 _ASKERS = 64  # Servers that are asked at the same time.
 _ANSWER_SECONDS = 3.0  # For a sign of life.
 RETRY_SECONDS = 0.1  # Between attempts to reach servers.
+# As in cc/engine/sockets.cc: a machine that is gone is noticed after a minute.
+_KEEP_ALIVE = {
+    socket.TCP_KEEPIDLE: 30,
+    socket.TCP_KEEPINTVL: 10,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 60_000,
+}
 # What a client of HTTP/2, and so of gRPC, begins with: a fixed text and empty settings.
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
@@ -189,6 +196,25 @@ def peers_of(address: str) -> set[Peer]:
     return peers | {(f"::ffff:{peer}", number) for peer, number in peers}
 
 
+def peers_of_each(addresses: Sequence[str]) -> dict[str, set[Peer]]:
+    """The same of several servers, looked up at the same time, without names that are unknown.
+
+    Args:
+      addresses: "host:port" of each.
+    """
+    with futures.ThreadPoolExecutor(_ASKERS) as pool:
+        found = zip(addresses, pool.map(_peers_if_known, addresses), strict=True)
+        return {address: peers for address, peers in found if peers}
+
+
+def _peers_if_known(address: str) -> set[Peer]:
+    try:
+        return peers_of(address)
+    except OSError as error:
+        logging.warning("%s can't be resolved: %s", address, error)
+        return set()
+
+
 def cut_connections(peers: Collection[Peer]) -> int:
     """Ends this process's connections to a server, and with them calls that wait for it.
 
@@ -200,6 +226,28 @@ def cut_connections(peers: Collection[Peer]) -> int:
     Returns:
       How many connections there were.
     """
+    return _each_connection(peers, lambda connection: connection.shutdown(socket.SHUT_RDWR))
+
+
+def keep_alive(address: str) -> None:
+    """Has this process's connections to a server end when its machine is gone, after a minute.
+
+    For those that carry nothing: nobody would notice.
+
+    Args:
+      address: The server's "host:port".
+    """
+    _each_connection(_peers_if_known(address), _probe)
+
+
+def _probe(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _each_connection(peers: Collection[Peer], action: Callable[[socket.socket], None]) -> int:
+    """Does something with each of this process's connections to a server; returns how many."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -208,7 +256,7 @@ def cut_connections(peers: Collection[Peer]) -> int:
             continue  # Not a socket.
         try:
             if connection.getpeername()[:2] in peers:
-                connection.shutdown(socket.SHUT_RDWR)
+                action(connection)
                 count += 1
         except OSError as error:
             logging.debug("socket %s is not connected: %s", name, error)

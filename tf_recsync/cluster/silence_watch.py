@@ -16,6 +16,7 @@ from typing import Any
 
 from absl import logging
 
+from tf_recsync._checks import check_seconds
 from tf_recsync.cluster.membership import Membership, Server
 from tf_recsync.cluster.signs_of_life import Probe
 
@@ -24,13 +25,14 @@ _SHORTEST_SECONDS = 10.0
 _LONGEST_SECONDS = 60.0
 _SUSPICIOUS_SHARE = 0.3  # Of the limit: a call that takes longer has its server asked.
 _SUSPICIOUS_SECONDS = 3.0  # But so long at most.
+_LONGEST_PERIOD_SECONDS = 60.0  # Of asking, however long servers may be silent.
 _REST_SECONDS = 10.0  # For which the thread waits for somebody who waits.
 
 
 def silence_limit(silence_timeout: float | None, worker_timeout: float) -> float:
     """For how many seconds a server may be silent, with these arguments of a strategy."""
     if silence_timeout is not None:
-        return float(silence_timeout)
+        return check_seconds("silence_timeout", silence_timeout)
     return min(max(worker_timeout, _SHORTEST_SECONDS), _LONGEST_SECONDS)
 
 
@@ -124,7 +126,8 @@ class SilenceWatch:
                         self._thread = None
                         return
                     last = time.monotonic()
-                period = min(wait.limit for wait in self._waits) / 10
+                limit = min(wait.limit for wait in self._waits)
+                period = min(limit / 10, _LONGEST_PERIOD_SECONDS)
                 self._changed.wait(period)
                 now = time.monotonic()
                 self._waits = {wait for wait in self._waits if wait.until > now}

@@ -39,6 +39,8 @@ class Comebacks:
         self._unneeded = frozenset(unneeded)
         members = cluster.membership.members()
         self._returning = {(m.job, m.index): threading.Lock() for m in members}
+        # Others that did not answer in an attempt, of all its time.
+        self._silent: frozenset[Server] = frozenset()
 
     def is_back(self, server: Server) -> bool:
         """Whether a server can be used; takes in one that can be reached again."""
@@ -55,11 +57,12 @@ class Comebacks:
         membership, probe = self._cluster.membership, self._ask(server)
         if probe.reachable and not membership.is_forgetful(server):
             membership.readmitted(server)
-            return True
+            return not membership.is_away(server)  # It may be about to end.
         # One that was started again answers that it doesn't know us.
         if membership.silent_seconds(server) and not probe.answered:
             return False
-        if not self._cluster.is_up(*server):
+        # Nor can one be taken in that was left out since, and still stands still.
+        if self._cluster.absent([server], is_suspect=lambda server: True):
             return False
         # Others of the crew may be held for long, which shall not keep another pass from it.
         with self._crew.pause():
@@ -69,9 +72,8 @@ class Comebacks:
             try:
                 is_there = self._take_in(server) and self._ask(server).reachable
             finally:
-                if is_there:
-                    membership.readmitted(server)
-                else:
+                is_there = is_there and membership.readmitted(server)
+                if not is_there:
                     membership.refused(server)
             return is_there
 
@@ -84,9 +86,18 @@ class Comebacks:
         others |= self._unneeded
         anew = [server] if membership.is_forgetful(server) else []
 
-        def without() -> list[Server]:
-            return self._cluster.absent(sorted(others - {server}))
+        def is_suspect(other: Server) -> bool:
+            # What is only silent has all that it had, and loses that when it is left out. A worker
+            # does without; a parameter server is waited for once.
+            is_lost_worker = other[0] == "worker" and membership.is_away(other)
+            return is_lost_worker or other in self._silent
 
+        def without() -> list[Server]:
+            nonlocal began
+            began = time.monotonic()
+            return self._cluster.absent(sorted(others - {server}), is_suspect)
+
+        began = float("inf")
         try:
             # One that has died since would be waited for, and the next attempt is without it.
             self._cluster.readmit(_READMIT_SECONDS, anew, without, up_timeout=0.0)
@@ -94,6 +105,9 @@ class Comebacks:
             logging.log_every_n_seconds(
                 logging.INFO, "%s:%d is not back yet: %s", 30, *server, error
             )
+            if time.monotonic() - began >= _READMIT_SECONDS:
+                silent = self._cluster.absent(sorted(others - {server}), lambda other: True)
+                self._silent = frozenset(silent)
             return False
         return True
 

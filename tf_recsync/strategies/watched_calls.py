@@ -125,10 +125,9 @@ def give_up_silent(
     logging.warning("%s:%d has not answered for %.0f s.", *server, seconds)
     how = how_lost(server, f"it has not answered for {seconds:.0f} s")
     cluster.membership.lost(server, None, how, silent_seconds=seconds)
-    cluster.cut_off(*server)
-    if server[0] == "ps":
-        for worker in range(cluster.workers) if callers is None else callers:
-            cluster.cut_off("worker", worker)
+    workers = range(cluster.workers) if callers is None else callers
+    waiting = [("worker", worker) for worker in workers] if server[0] == "ps" else []
+    cluster.cut_off_all([server, *waiting])
     # In a thread, as those who are told call servers, and this one is to watch them.
     threading.Thread(target=cluster.tell_members, name="recsync_membership", daemon=True).start()
 

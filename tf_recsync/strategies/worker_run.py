@@ -621,8 +621,7 @@ class WorkerRun:
         if is_stuck:
             self._gave_up_reader = True
             self.fail(RuntimeError(message))
-            for worker in waiting:
-                self._cluster.cut_off("worker", worker)
+            self._cluster.cut_off_all(("worker", worker) for worker in waiting)
         else:
             logging.warning("%s.", message)
 
