@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import missing, told_losses
+from helpers import missing, only_stopped_ones_are_silent, told_losses
 
 import tf_recsync as recsync
 from tf_recsync import topology
@@ -265,6 +265,7 @@ def train_until_back_with_a_renewed_worker(cluster, strategy, model, steps, is_r
 def test_one_that_stands_still_keeps_nobody_waiting_and_begins_anew(
     cluster, monkeypatch, steps, caplog
 ):
+    only_stopped_ones_are_silent(monkeypatch, cluster)
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), silence_timeout=3.0)
     model = make_model(strategy)
     begin = TrainFunction._begin_without_the_gone
