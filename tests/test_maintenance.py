@@ -9,6 +9,7 @@ from groups import ALONE, hierarchical, line, numbers
 from helpers import AtBatch, compiled, gated, numbered, sums, wait_until
 
 import tf_recsync as recsync
+from tf_recsync import maintenance
 from tf_recsync.maintenance import Drain, Restart, Window
 
 WORKERS, PS = 4, 6
@@ -24,6 +25,12 @@ KINDS = {
 @pytest.fixture
 def cluster(clusters):
     return clusters.get(workers=WORKERS, ps=PS)
+
+
+@pytest.fixture(autouse=True)
+def have_time_to_return(monkeypatch):
+    """As much as a server may need on a busy machine."""
+    monkeypatch.setattr(maintenance, "_RETURN_SECONDS", 200.0)
 
 
 def numbered_model(strategy):
