@@ -193,9 +193,15 @@ def test_one_that_still_tells_that_it_has_left_when_the_next_epoch_begins_takes_
     monkeypatch.setattr(HopSynchronizer, "begin", begin_then_tell)
     strategy = recsync.HopStrategy(cluster, topology.complete(WORKERS), max_iteration_gap=4)
     model = make_model(strategy)
-    model.fit(dataset().repeat(), steps_per_epoch=STEPS, epochs=2, verbose=0)
-    assert has_begun.is_set()
-    assert sum(strategy.worker_steps(model)) == 2 * STEPS
+
+    def begins_meanwhile() -> bool:
+        leaves.clear()
+        model.fit(dataset().repeat(), steps_per_epoch=STEPS, epochs=2, verbose=0)
+        assert sum(strategy.worker_steps(model)) == 2 * STEPS
+        return has_begun.is_set()
+
+    # On a busy machine the first one may leave after that.
+    assert any(begins_meanwhile() for _ in range(20))
 
 
 @pytest.mark.cases("readmitted")
