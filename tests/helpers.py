@@ -12,10 +12,12 @@ from collections.abc import Sequence
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from tensorflow.python.eager import cancellation
 
 import tf_recsync as recsync
+from tf_recsync.cluster.local_cluster import stands_still
 from tf_recsync.optimizers import Adagrad
 
 ROWS, IDS = 24, 4  # Of the models' embedding table; ids of an example.
@@ -77,6 +79,32 @@ def _start_again(cluster: recsync.LocalCluster) -> bool:
     if any(job != "reader" for job, _ in ended):
         cluster.readmit()
     return bool(ended)
+
+
+def only_stopped_ones_are_silent(
+    monkeypatch: pytest.MonkeyPatch, cluster: recsync.LocalCluster
+) -> None:
+    """Has only servers be found silent in a test that are paused or killed, however short the
+    limit for it is.
+
+    On a busy machine others may stand still for a while, too: they get the time that they need to
+    answer when they are asked for signs of life.
+    """
+    ask = cluster.probe
+
+    def is_stopped(job: str, index: int) -> bool:
+        return not cluster.is_alive(job, index) or stands_still(cluster.pid(job, index))
+
+    def probe(job: str, index: int):
+        while True:
+            asked = ask(job, index)
+            while asked.is_alive() and not is_stopped(job, index):
+                asked.join(0.1)
+            # None of a reader that is late: it is asked again.
+            if asked.answered is not None or is_stopped(job, index):
+                return asked
+
+    monkeypatch.setattr(cluster, "probe", probe)
 
 
 def wait_until(condition, seconds: float) -> bool:

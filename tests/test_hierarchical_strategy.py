@@ -21,7 +21,7 @@ from groups import (
     shards_of,
     with_slots,
 )
-from helpers import AtBatch, UntilAllGoOn, fits_until, told_losses
+from helpers import AtBatch, UntilAllGoOn, fits_until, only_stopped_ones_are_silent, told_losses
 
 import tf_recsync as recsync
 from tf_recsync.cluster import processor_of
@@ -264,7 +264,10 @@ def test_a_lost_server_of_a_group_stops_that_group_alone_until_it_is_back(
 
 @pytest.mark.cases("EASGD")
 @pytest.mark.parametrize("between", ["EASGD", "Hop"])
-def test_a_group_whose_server_stands_still_goes_on_where_it_was(cluster, caplog, between):
+def test_a_group_whose_server_stands_still_goes_on_where_it_was(
+    cluster, caplog, monkeypatch, between
+):
+    only_stopped_ones_are_silent(monkeypatch, cluster)
     algorithm = ALONE if between == "Hop" else BETWEEN[between]
     # Where workers wait for tokens, and for steps that others' pushes complete.
     strategy = hierarchical(cluster, algorithm, aggregation=INSIDE["sync"], silence_timeout=3.0)

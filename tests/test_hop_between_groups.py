@@ -45,14 +45,21 @@ def test_servers_exchange_their_shards_after_so_many_updates_by_hop(cluster, tmp
     history = model.fit(
         numbers(80), epochs=2, verbose=0, callbacks=[recsync.callbacks.ShadowReport()]
     ).history
+    epochs = 2
+
+    def have_exchanged() -> bool:
+        return min(strategy.sync_report(model).syncs) > 4
+
+    if not have_exchanged():  # On a busy machine.
+        epochs += fits_until(have_exchanged, model, numbers(80))
     assert not threads_of_hop()
     first, second = strategy.copies(model)
     for value, a, b in zip(model.get_weights(), first, second, strict=True):
         np.testing.assert_allclose(value, (a + b) / 2, rtol=1e-5, atol=1e-6)
     report, servers = strategy.sync_report(model), strategy.hop_report(model)
-    assert report.steps == 160 and report.elements == 4 and report.sync_ps_bytes == 0
+    assert report.steps == 80 * epochs and report.elements == 4 and report.sync_ps_bytes == 0
     # Two pushes are an update, and three updates an iteration at least.
-    assert sum(report.syncs) <= 160 / 6
+    assert sum(report.syncs) <= 80 * epochs / 6
     for group in range(2):
         assert report.syncs[group] > 4
         # A kernel and a bias, each on a server, are exchanged by themselves.
@@ -181,8 +188,9 @@ def test_a_killed_server_of_a_group_ends_training_if_neighbors_wait_for_it_by_ho
     recsync.testing.set_compute_time(strategy, 0.05)
     model = line(strategy)
     message = "group 1 was lost, and group 0 can't go on without group 1: .* backup_workers=0"
+    kill = AtBatch(8, lambda: cluster.kill("ps", 1))
     with pytest.raises(RuntimeError, match=message):
-        model.fit(numbers(400), verbose=0, callbacks=[AtBatch(8, lambda: cluster.kill("ps", 1))])
+        model.fit(numbers(50).repeat(400), verbose=0, callbacks=[kill])
     assert wait_until(lambda: not threads_of_hop(), 100), threads_of_hop()
 
 

@@ -81,7 +81,8 @@ def test_in_a_pause_no_call_is_under_way_and_none_begins(some):
 
     pausing = threading.Thread(target=pause)
     pausing.start()
-    assert not inside.wait(0.05) and some.is_paused
+    assert wait_until(lambda: some.is_paused, SECONDS)
+    assert not inside.wait(0.05)
     until.set()
     pausing.join(SECONDS)
     assert begun == [False] and not some.is_paused

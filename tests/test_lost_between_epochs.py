@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import missing, told_losses
+from helpers import missing, only_stopped_ones_are_silent, told_losses
 
 import tf_recsync as recsync
 from tf_recsync import topology
@@ -193,9 +193,15 @@ def test_one_that_still_tells_that_it_has_left_when_the_next_epoch_begins_takes_
     monkeypatch.setattr(HopSynchronizer, "begin", begin_then_tell)
     strategy = recsync.HopStrategy(cluster, topology.complete(WORKERS), max_iteration_gap=4)
     model = make_model(strategy)
-    model.fit(dataset().repeat(), steps_per_epoch=STEPS, epochs=2, verbose=0)
-    assert has_begun.is_set()
-    assert sum(strategy.worker_steps(model)) == 2 * STEPS
+
+    def begins_meanwhile() -> bool:
+        leaves.clear()
+        model.fit(dataset().repeat(), steps_per_epoch=STEPS, epochs=2, verbose=0)
+        assert sum(strategy.worker_steps(model)) == 2 * STEPS
+        return has_begun.is_set()
+
+    # On a busy machine the first one may leave after that.
+    assert any(begins_meanwhile() for _ in range(20))
 
 
 @pytest.mark.cases("readmitted")
@@ -265,6 +271,7 @@ def train_until_back_with_a_renewed_worker(cluster, strategy, model, steps, is_r
 def test_one_that_stands_still_keeps_nobody_waiting_and_begins_anew(
     cluster, monkeypatch, steps, caplog
 ):
+    only_stopped_ones_are_silent(monkeypatch, cluster)
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), silence_timeout=3.0)
     model = make_model(strategy)
     begin = TrainFunction._begin_without_the_gone

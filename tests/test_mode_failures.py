@@ -171,7 +171,7 @@ def test_a_worker_that_comes_back_takes_part_again(mortal, mode, caplog):
 @pytest.mark.cases("backup workers", "GBA")
 @pytest.mark.parametrize("mode", MAKERS)
 def test_training_fails_when_no_worker_is_left(mortal, mode):
-    strategy = MAKERS[mode](mortal, worker_timeout=1.0)
+    strategy = MAKERS[mode](mortal, worker_timeout=1.0, silence_timeout=60.0)
     killed = []
 
     def kill():

@@ -262,7 +262,13 @@ def slow(data, seconds=0.01):
 
 
 @pytest.mark.parametrize("job", ["worker", "reader"])
-def test_what_is_lost_with_a_worker_or_a_reader_is_trained_on(cluster, job):
+def test_what_is_lost_with_a_worker_or_a_reader_is_trained_on(clusters, job):
+    # On a busy machine a reader may have given all that it has before it dies.
+    assert any(is_trained_on(ready(clusters.get(2, 1, readers=2)), job) for _ in range(10))
+
+
+def is_trained_on(cluster, job) -> bool:
+    """Whether something is lost with a reader; what is lost with any server is trained on."""
     strategy = recsync.AsyncStrategy(cluster)
     model = make_model(strategy)
     lost = AtBatch(10, lambda: (cluster.kill(job, 1), cluster.restart(job, 1)))
@@ -275,9 +281,10 @@ def test_what_is_lost_with_a_worker_or_a_reader_is_trained_on(cluster, job):
     assert losses.batches == 0
     assert counts.min() == 2
     if job == "reader":  # Which batches workers had is known.
-        assert counts.max() == 2 and losses.workers == 0 and losses.retried > 0
+        assert counts.max() == 2 and losses.workers == 0
     else:
         assert losses.repeated <= counts.sum() - 2 * BATCHES <= losses.repeated + losses.steps
+    return losses.retried > 0 or job == "worker"
 
 
 def test_an_evaluation_counts_each_batch_once_though_a_reader_dies(cluster):

@@ -14,8 +14,10 @@ from helpers import (
     dataset,
     functional,
     mean_output,
+    only_stopped_ones_are_silent,
     slope_model,
     steps_of,
+    wait_for_file,
     wait_until,
 )
 from started_servers import OwnServer, Server
@@ -77,11 +79,22 @@ class Sum(keras.metrics.Metric):
         return self.total[0]
 
 
-def numbered(count: int, batch: int, seconds: float = 0.0) -> tf.data.Dataset:
-    """Inputs of 1, labelled with their numbers; a batch takes so long to make."""
+def numbered(count: int, batch: int, seconds: float = 0.0, late=None) -> tf.data.Dataset:
+    """Inputs of 1, labelled with their numbers.
+
+    Args:
+        count: how many.
+        batch: the size of a batch.
+        seconds: how long a batch takes to make.
+        late: the path of a file that all but the first 20 batches wait for.
+    """
 
     def make(numbers):
-        with tf.control_dependencies([ops.delay(tf.constant(seconds, tf.float32))]):
+        waits = [ops.delay(tf.constant(seconds, tf.float32))]
+        if late is not None:
+            is_late = numbers[0] >= 20 * batch
+            waits.append(tf.cond(is_late, lambda: wait_for_file(str(late)), tf.no_op))
+        with tf.control_dependencies(waits):
             numbers = tf.cast(numbers[:, tf.newaxis], tf.float32)
         return tf.ones_like(numbers), numbers
 
@@ -297,18 +310,23 @@ def test_other_readers_are_started_again_with_the_first_one(two_readers):
     assert answers(two_readers, 1)
 
 
-def test_a_reader_that_is_gone_with_its_part_of_the_data_ends_training(two_readers):
+def test_a_reader_that_is_gone_with_its_part_of_the_data_ends_training(
+    two_readers, monkeypatch, tmp_path
+):
+    only_stopped_ones_are_silent(monkeypatch, two_readers)
     model = counting_model(
         recsync.AsyncStrategy(two_readers, worker_timeout=1.0, silence_timeout=SILENCE)
     )
-    callback = AtBatch(10, lambda: two_readers.kill("reader", 1))
+    is_killed = tmp_path / "is killed"
+    callback = AtBatch(10, lambda: (two_readers.kill("reader", 1), is_killed.touch()))
     with pytest.raises(RuntimeError, match="reader:1 has not answered for .* start it again"):
-        model.fit(numbered(400, 4, 0.05), callbacks=[callback], verbose=0)
+        model.fit(numbered(400, 4, 0.05, is_killed), callbacks=[callback], verbose=0)
     two_readers.restart("reader", 1)
     assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]
 
 
-def test_without_its_first_reader_training_does_not_begin(cluster):
+def test_without_its_first_reader_training_does_not_begin(cluster, monkeypatch):
+    only_stopped_ones_are_silent(monkeypatch, cluster)
     model = counting_model(
         recsync.AsyncStrategy(cluster, worker_timeout=1.0, silence_timeout=SILENCE)
     )
@@ -346,14 +364,16 @@ def test_a_first_reader_that_was_started_again_does_not_mistake_one_dataset_for_
 
 
 @pytest.mark.cases("one reader")
-def test_a_reader_that_hangs_ends_training(cluster):
+def test_a_reader_that_hangs_ends_training(cluster, monkeypatch, tmp_path):
+    only_stopped_ones_are_silent(monkeypatch, cluster)
     model = counting_model(
         recsync.AsyncStrategy(cluster, worker_timeout=1.0, silence_timeout=SILENCE)
     )
-    callback = When(10, lambda: cluster.pause("reader", 0))
+    is_paused = tmp_path / "is paused"
+    callback = When(10, lambda: (cluster.pause("reader", 0), is_paused.touch()))
     with pytest.raises(RuntimeError, match="reader:0 has not answered for"):
         # Another reader goes on with its part.
-        model.fit(numbered(600, 4, 0.05), callbacks=[callback], verbose=0)
+        model.fit(numbered(600, 4, 0.05, is_paused), callbacks=[callback], verbose=0)
     callback.join()
     cluster.resume("reader", 0)
     assert model.fit(numbered(40, 4), verbose=0).history["sum"] == [40 * 39 / 2]

@@ -83,7 +83,7 @@ def test_a_worker_that_is_lost_is_an_error_and_one_that_is_back_is_read_again(cl
     with pytest.raises(tf.errors.OpError):
         reader(handles(variables))
     cluster.restart("worker", 1)
-    cluster.readmit(timeout=30.0)
+    cluster.readmit(timeout=200.0)
     assert_of(reader(handles(made_on("worker", 1))), 1)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from groups import BETWEEN, hierarchical
-from helpers import AtBatch, compute_time, events, held_back, wait_until
+from helpers import AtBatch, compute_time, events, held_back, wait_for_file, wait_until
 from test_checkpoint_callback import NAME, check_rows, dataset, make_model
 from test_retried_batches import check_all_are_done
 
@@ -430,13 +430,30 @@ def test_no_batch_is_left_out_or_counted_twice_when_a_server_dies_in_long_calls(
 
 def test_workers_that_make_their_data_go_on_where_they_were(cluster, tmp_path):
     strategy = recsync.AsyncStrategy(cluster)
-    # Seconds, in which this process sees steps end, however busy it is.
     recsync.testing.set_compute_time(strategy, 0.03)
     model = make_model(strategy, ROWS, shards=2)
-    made = strategy.distribute_datasets_from_function(lambda context: dataset(200, ROWS))
-    callback = Checkpoint(tmp_path, every_steps=10)
+    callback = Checkpoint(tmp_path / "saved", every_steps=10)
     kills = KillInTurn(cluster, callback, shards_of(model))
-    model.fit(made, verbose=0, callbacks=[callback, kills])
+    killed = [tmp_path / f"killed {i}" for i in range(len(kills.left))]
+
+    def make(context):
+        """Of its batches, some are left at each kill, however late it is."""
+
+        def late(i, batch):
+            first = tf.cond(i >= 50, lambda: wait_for_file(str(killed[0])), tf.no_op)
+            second = tf.cond(i >= 100, lambda: wait_for_file(str(killed[1])), tf.no_op)
+            with tf.control_dependencies([first, second]):
+                return tf.nest.map_structure(tf.identity, batch)
+
+        return dataset(200, ROWS).enumerate().map(late)
+
+    def tell(batch, logs):
+        for path in killed[: len(killed) - len(kills.left)]:
+            path.touch()
+
+    made = strategy.distribute_datasets_from_function(make)
+    told = keras.callbacks.LambdaCallback(on_train_batch_end=tell)
+    model.fit(made, verbose=0, callbacks=[callback, kills, told])
     assert callback.recoveries == 2
     # Nothing twice; what was in their hands is lost.
     assert 4 * 200 - 2 * 4 * 12 <= sum(strategy.worker_steps(model)) <= 4 * 200

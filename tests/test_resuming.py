@@ -162,8 +162,10 @@ def test_what_can_not_be_gone_on_with_is_said(cluster, clusters, tmp_path, caplo
         return batches().unbatch().batch(2) if change == "batch size" else make(strategy)
 
     steps = {"steps": 50, "an end": 50}.get(change)
-    # Before workers have done all of the epoch, Keras has heard of a part of it.
-    slow = recsync.testing.ChangingSlowdown([(12, 1.0), (12, 60.0)], unit="steps")
+    # Before workers have done all of the epoch, Keras has heard of a part of it; half a minute
+    # where they make their data, so that they go on while this process stands still.
+    later = 400.0 if change == "workers" else 60.0
+    slow = recsync.testing.ChangingSlowdown([(12, 1.0), (12, later)], unit="steps")
     trained(cluster, tmp_path, make, steps, stop=(0, 22), epochs=1, slowdown=slow)
     second = clusters.get(workers=4, ps=2) if change == "workers" else cluster
     steps = 10 if change == "steps" else steps

@@ -55,7 +55,7 @@ def in_turn(monkeypatch):
             there.add(slot.number)  # Before the first one may have to meet with all others.
             changed.notify_all()
             assert changed.wait_for(
-                lambda: len(there) == WORKERS and turn[0] % WORKERS == slot.number, 60
+                lambda: len(there) == WORKERS and turn[0] % WORKERS == slot.number, 300
             )
         return run_steps(function, slot, n)
 
@@ -76,7 +76,7 @@ def in_turn(monkeypatch):
 
         # The last of a worker's steps finds no batch.
         due = expected[min(turn[0], len(expected) - 1)]
-        assert wait_until(lambda: counts() == due, 60), f"{counts()} instead of {due}"
+        assert wait_until(lambda: counts() == due, 300), f"{counts()} instead of {due}"
         next_turn()
 
     monkeypatch.setattr(hop_groups, "_LEAVE_SECONDS", 600.0)  # However slow the machine is.

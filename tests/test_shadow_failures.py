@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import AtBatch
+from helpers import AtBatch, only_stopped_ones_are_silent
 
 import tf_recsync as recsync
 from tf_recsync.strategies.model_functions import Steps
@@ -217,7 +217,8 @@ def test_a_strategy_can_be_made_while_a_worker_is_away(cluster, caplog):
 @pytest.mark.parametrize(
     "mode", ["shadow", recsync.Foreground(gap=3)], ids=["shadow", "foreground"]
 )
-def test_the_others_average_on_when_a_trainer_stands_still(cluster, mode):
+def test_the_others_average_on_when_a_trainer_stands_still(cluster, monkeypatch, mode):
+    only_stopped_ones_are_silent(monkeypatch, cluster)
     strategy = recsync.ShadowSyncStrategy(
         cluster, recsync.ModelAveraging(0.3), mode=mode, silence_timeout=2.0
     )
@@ -249,7 +250,10 @@ def test_the_others_average_on_when_a_trainer_stands_still(cluster, mode):
     assert syncs[1] <= watch.after[1] + 1
 
 
-def test_a_sync_server_that_stands_still_ends_training_though_no_step_waits_for_it(cluster):
+def test_a_sync_server_that_stands_still_ends_training_though_no_step_waits_for_it(
+    cluster, monkeypatch
+):
+    only_stopped_ones_are_silent(monkeypatch, cluster)
     strategy = recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3), silence_timeout=2.0)
     model = make_model(strategy)
     try:

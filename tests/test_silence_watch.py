@@ -153,9 +153,9 @@ def test_an_error_of_one_who_waits_is_nothing_to_the_others(watch, played, caplo
 
 def test_what_was_expected_ends_by_itself(watch, played):
     wait = waiting(0.1, [])
-    wait.until = time.monotonic() + 0.3
     watch.begin(wait)
     assert wait_until(lambda: played.asked >= 1, 20)
+    wait.until = time.monotonic() + 0.1
     assert wait_until(lambda: wait not in watch._waits, 20)
 
 

@@ -87,7 +87,7 @@ def test_a_worker_that_dies_meanwhile_takes_part_again(cluster):
 def test_training_goes_on_without_it_when_one_that_is_needed_is_back(cluster, tmp_path):
     model = make_model(slowly(recsync.AsyncStrategy(cluster)), ROWS, shards=2)
     dead, needed = unneeded_by(model, cluster), servers_of(model)[-1]
-    callback = Checkpoint(tmp_path, every_steps=10, ps_timeout=60.0)
+    callback = Checkpoint(tmp_path, every_steps=10, ps_timeout=250.0)
 
     def kill_both():
         cluster.kill("ps", dead)

@@ -16,6 +16,8 @@ from helpers import (
     slope_model,
     steps_of,
     sums,
+    wait_for_file,
+    wait_until,
 )
 
 import tf_recsync as recsync
@@ -245,22 +247,35 @@ def digits(total: float, count: int) -> list[int]:
     return [int(total) // 4**i % 4 for i in range(count)]
 
 
-def test_a_worker_that_is_back_in_mid_epoch_goes_on_after_what_it_had(cluster, caplog):
-    batches = 24
+def test_a_worker_that_is_back_in_mid_epoch_goes_on_after_what_it_had(cluster, caplog, tmp_path):
+    batches, is_back = 24, tmp_path / "is back"
+
+    def made(i):
+        # Both have something left to do until then, however long it takes.
+        late = tf.cond(i >= 12, lambda: wait_for_file(str(is_back)), tf.no_op)
+        with tf.control_dependencies([late]):
+            return tf.ones([1, 1]), 4.0 ** tf.cast([[i]], tf.float64)
 
     def make(context):
         part = tf.data.Dataset.range(batches)
         part = part.shard(context.num_input_pipelines, context.input_pipeline_id)
-        return part.map(lambda i: (tf.ones([1, 1]), 4.0 ** tf.cast([[i]], tf.float64)))
+        return part.map(made)
+
+    def tell():
+        wait_until(lambda: "worker:1 is back" in caplog.text, 200)
+        is_back.touch()
+
+    def restart_and_tell():
+        restart_meanwhile(cluster)
+        threading.Thread(target=tell).start()
 
     strategy = recsync.AsyncStrategy(cluster)
     model = model_of(strategy, metrics=lambda: [LabelSum()])
 
-    # The other one has enough to do until it is back, on a busy machine, too.
-    with compute_time(strategy, 0.9):
+    with compute_time(strategy, 0.5):
         history = model.fit(
             strategy.distribute_datasets_from_function(make),
-            callbacks=[AtBatch(2, lambda: restart_meanwhile(cluster))],
+            callbacks=[AtBatch(2, restart_and_tell)],
             verbose=0,
         ).history
     times = digits(history["label_sum"][0], batches)
