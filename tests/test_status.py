@@ -64,6 +64,8 @@ def test_a_table_has_the_progress_the_servers_and_who_waits():
     ended = status_of(doing="end", expected=None, losses={}, logs={}, waiting="").table(now=1009.0)
     assert "has ended after training for 0:01:40; epoch 2 of 3, batch 1,500, 12.5" in ended
     assert "as of" not in ended and "losses" not in ended and "waiting" not in ended
+    failed = status_of(doing="failed").table(now=1009.0)
+    assert "has ended by an error after training for 0:01:40" in failed and "as of" not in failed
 
 
 @pytest.mark.parametrize(
@@ -169,10 +171,12 @@ def test_what_can_t_be_reported_on_is_refused(clusters, tmp_path):
 def test_the_command_shows_a_program_that_runs_and_says_why_it_can_t(tmp_path):
     path = tmp_path / "run.json"
     status_of().write(path)
-    status_of(doing="end").write(tmp_path / "ended.json")
+    for doing in ("end", "failed"):
+        status_of(doing=doing).write(tmp_path / f"{doing}.json")
     commands = {
         "table": ["--once", f"--path={path}"],
-        "ended": [f"--path={tmp_path / 'ended.json'}"],
+        "end": [f"--path={tmp_path / 'end.json'}"],
+        "failed": [f"--path={tmp_path / 'failed.json'}"],
         "no file": ["--once", f"--path={tmp_path / 'none'}"],
         "no program": ["--once"],
         "both": ["--pid=3", f"--path={path}"],
@@ -190,9 +194,10 @@ def test_the_command_shows_a_program_that_runs_and_says_why_it_can_t(tmp_path):
         thread.join()
     assert done["table"].returncode == 0
     assert done["table"].stdout.splitlines()[0] == "GBAStrategy, process 42: train.py --epochs=3"
-    assert done["ended"].returncode == 0
-    assert "has ended after training for" in done["ended"].stdout
-    assert done["ended"].stdout.splitlines()[-1] == "The program has ended."
+    for name, words in (("end", "after training for"), ("failed", "by an error after training")):
+        assert done[name].returncode == 0
+        assert f"has ended {words}" in done[name].stdout
+        assert done[name].stdout.splitlines()[-1] == "The program has ended."
     assert done["no file"].returncode == 1 and "no file" in done["no file"].stderr
     assert done["no program"].returncode == 1
     assert "give recsync.callbacks.Status() to fit" in done["no program"].stderr
@@ -234,7 +239,7 @@ def test_nothing_that_a_status_can_t_show_or_write_ends_training(clusters, own_f
     assert seen.last.batches == 12 and set(seen.last.logs) == {"loss"}
 
 
-def test_a_fit_that_fails_leaves_no_status(clusters, own_folder):
+def test_a_fit_that_fails_leaves_no_status_but_one_that_says_so(clusters, own_folder):
     strategy = recsync.AsyncStrategy(clusters.get(workers=2, ps=2))
 
     class Bad(keras.layers.Layer):
@@ -245,11 +250,13 @@ def test_a_fit_that_fails_leaves_no_status(clusters, own_folder):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1), Bad()])
         model.compile(recsync.optimizers.SGD(0.1), "mse")
     x = np.ones((96, 2), np.float32)
-    status = recsync.callbacks.Status()
+    path = own_folder / "run.json"
+    callbacks = [recsync.callbacks.Status(), recsync.callbacks.Status(path)]
     with pytest.raises(tf.errors.InvalidArgumentError, match="no number"):
-        model.fit(x, x[:, :1], verbose=0, callbacks=[status])
+        model.fit(x, x[:, :1], verbose=0, callbacks=callbacks)
     assert not running()
-    assert status not in model.train_function.observers
+    assert RunStatus.read(path).doing == "failed"
+    assert model.train_function.observers.isdisjoint(callbacks)
 
 
 def test_validation_is_told_of(clusters, own_folder):

@@ -62,7 +62,7 @@ class RunStatus:
         pid: the process of the program that coordinates.
         program: its command line.
         strategy: the name of the strategy's class.
-        doing: "train", "evaluate" or "end".
+        doing: "train", "evaluate", "end" or "failed".
         epoch: its number, from 0.
         epochs: how many there will be.
         batches: those of the epoch that are done.
@@ -111,6 +111,11 @@ class RunStatus:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} has no status of a run: {error}") from None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether `fit` has ended, perhaps by an error."""
+        return self.doing in _ENDS
+
     def table(self, now: float) -> str:
         """As a text.
 
@@ -124,7 +129,7 @@ class RunStatus:
             f"{_DOING[self.doing]} for {_duration(self.time - self.began)}; epoch {self.epoch + 1} "
             f"of {self.epochs}, batch {self.batches:,}{of}, {self.rate:,.1f} batches/s",
         ]
-        if age > 5 and self.doing != "end":
+        if age > 5 and not self.has_ended:
             head.append(f"as of {_duration(age)} ago: the program may stand still or be gone")
         if self.logs:
             head.append("  ".join(f"{name} {value:.4g}" for name, value in self.logs.items()))
@@ -156,7 +161,13 @@ class RunStatus:
         return "\n".join([*head, "", *lines])
 
 
-_DOING = {"train": "trains", "evaluate": "evaluates", "end": "has ended after training"}
+_DOING = {
+    "train": "trains",
+    "evaluate": "evaluates",
+    "end": "has ended after training",
+    "failed": "has ended by an error after training",
+}
+_ENDS = ("end", "failed")
 
 
 def _duration(seconds: float) -> str:
@@ -178,7 +189,8 @@ class Status(keras.callbacks.Callback):
 
     Args:
         path: the file, for a program whose status is to be kept or read by others; it then stays
-            after the end. None (the default) for one that the command finds by itself.
+            after the end, and says whether `fit` has ended by an error. None (the default) for one
+            that the command finds by itself.
         every_seconds: how old the file may become; 1 by default.
 
     Raises:
@@ -258,13 +270,16 @@ class Status(keras.callbacks.Callback):
         self._doing = "train"
 
     def on_train_end(self, logs=None):
-        self._write("end")
-        self.failed()
+        self._end("end")
 
     def failed(self) -> None:
-        """Training has ended, perhaps by an error."""
+        """Training has ended by an error."""
+        self._end("failed")
+
+    def _end(self, doing: str) -> None:
         for function in (self.model.train_function, self.model.test_function):
             function.observers.discard(self)
+        self._write(doing)
         self._began = 0.0
         if not self._is_kept:
             with contextlib.suppress(OSError):
@@ -320,7 +335,7 @@ class Status(keras.callbacks.Callback):
             rate=done / seconds if seconds > 0 else 0.0,
             losses={n: int(c) for n, c in dataclasses.asdict(strategy.losses(self.model)).items()},
             logs=self._logs,
-            waiting="" if doing == "end" else strategy.describe_waits(self.model),
+            waiting="" if doing in _ENDS else strategy.describe_waits(self.model),
             servers=[
                 ServerStatus(
                     f"{member.job}:{member.index}",

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
             sys.stdout.write(f"{_CLEAR}{text}\n")
             sys.stdout.flush()
             # The file of Status(path=...) stays.
-            if all(status.doing == "end" for status in statuses):
+            if all(status.has_ended for status in statuses):
                 break
             time.sleep(args.every)
     except KeyboardInterrupt:
