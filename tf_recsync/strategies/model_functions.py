@@ -405,6 +405,8 @@ class Steps:
             if slot.state is not None:
                 slot.state.reset_metrics = True
         self._merger = MetricsMerger(self._merged_variables, len(self._model.metrics_variables))
+        # Each worker begins the epoch with what it is merged into; one that is opened later, too.
+        self._initial[: len(self._merger.initial)] = self._merger.initial
         run.grant(float("inf") if steps is None else steps - skipped)
 
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
