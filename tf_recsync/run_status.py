@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 from absl import logging
 
 from tf_recsync._checks import check_seconds, checked_path
+from tf_recsync.callbacks.strategy_callback import numbers_of
 from tf_recsync.strategies.fit_strategy import check_reported
 
 _SUFFIX = ".status.json"
@@ -292,8 +292,8 @@ class Status(keras.callbacks.Callback):
 
     def _note(self, logs: Any) -> None:
         # A metric may have several values, which a line has no place for.
-        numbers = {name: value for name, value in (logs or {}).items() if np.size(value) == 1}
-        self._logs = {name: float(np.reshape(value, ())) for name, value in numbers.items()}
+        found = {name: numbers_of(value) for name, value in (logs or {}).items()}
+        self._logs = {name: values.item() for name, values in found.items() if values.size == 1}
 
     def _write(self, doing: str) -> None:
         """As `_put`, but a file that can't be written ends no training."""

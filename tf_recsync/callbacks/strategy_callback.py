@@ -6,8 +6,10 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -32,6 +34,18 @@ def left_out(model: keras.Model, what: str) -> Iterator[None]:
         if not recovers_from(model, error):
             raise
         logging.warning("%s are left out: %s", what, words_of(error))
+
+
+def numbers_of(value: Any) -> np.ndarray:
+    """What stands in the logs under a name, as floats; none of what is no number.
+
+    Callbacks may put anything into the logs.
+    """
+    try:
+        values = np.asarray(value)
+        return np.reshape([float(one) for one in values.flat], values.shape)
+    except (TypeError, ValueError):
+        return np.zeros(0)
 
 
 class StrategyCallback(keras.callbacks.Callback):
