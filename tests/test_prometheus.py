@@ -243,6 +243,8 @@ def test_a_file_that_can_t_be_written_ends_training_at_its_beginning_only(
 
 def test_each_value_of_a_metric_is_a_figure(strategy, tmp_path):
     path = tmp_path / "run.prom"
+    more = {"phase": "warm-up", "next": None}  # What is no number is none.
+    adds = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(more))
     for outputs in (1, 3):
         with strategy.scope():
             inputs = keras.Input((2,))
@@ -250,8 +252,9 @@ def test_each_value_of_a_metric_is_a_figure(strategy, tmp_path):
             metrics = [keras.metrics.F1Score(threshold=0.5)]
             model.compile(recsync.optimizers.SGD(0.1), "binary_crossentropy", metrics=metrics)
         data = tf.data.Dataset.from_tensors((tf.ones((BATCH, 2)), tf.ones((BATCH, outputs))))
-        callbacks = [Prometheus(path=path)]
+        callbacks = [adds, Prometheus(path=path)]
         history = model.fit(data.repeat(4), verbose=0, callbacks=callbacks).history
+        assert history["phase"] == ["warm-up"]
         (scores,) = history["f1_score"]
         logged = parsed(path.read_text())["log"]
         names = ["f1_score"] if outputs == 1 else [f"f1_score[{i}]" for i in range(outputs)]
