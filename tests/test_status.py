@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import wait_until
 
 import tf_recsync as recsync
 from tf_recsync.run_status import RunStatus, ServerStatus, running, status_folder
@@ -101,13 +102,13 @@ def test_files_of_programs_that_are_gone_are_removed(own_folder):
     assert not gone.exists()
 
 
-def fit(strategy, callback, epochs=2):
+def fit(strategy, *callbacks, epochs=2):
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile(recsync.optimizers.SGD(0.1), "mse")
     x = np.ones((96, 2), np.float32)
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)
-    model.fit(data, epochs=epochs, verbose=0, callbacks=[callback], validation_data=data)
+    model.fit(data, epochs=epochs, verbose=0, callbacks=list(callbacks), validation_data=data)
     return model
 
 
@@ -139,8 +140,7 @@ def test_a_run_says_what_it_does_until_it_ends(clusters, own_folder, kind):
         def on_epoch_end(self, epoch, logs=None):
             files.append([RunStatus.read(path) for path in running()])
 
-    callbacks = keras.callbacks.CallbackList([seen, Looks()])
-    fit(strategy, callbacks)
+    fit(strategy, seen, Looks())
     assert [len(found) for found in files] == [1, 1]
     assert not list(status_folder().iterdir())
     first, last = seen.all[0], seen.all[-1]
@@ -265,3 +265,23 @@ def test_validation_is_told_of(clusters, own_folder):
     seen = Seen()
     fit(strategy, seen)
     assert "evaluate" in {status.doing for status in seen.all}
+
+
+def test_the_status_is_new_while_a_callback_predicts(clusters, tmp_path):
+    strategy = recsync.AsyncStrategy(clusters.get(workers=2, ps=2))
+    path, times = tmp_path / "run.json", []
+
+    def batches():
+        for _ in range(8):
+            yield np.ones((8, 2), np.float32)
+        before = RunStatus.read(path).time
+        assert wait_until(lambda: RunStatus.read(path).time > before, 60.0)
+        times.append(before)
+
+    spec = tf.TensorSpec((8, 2))
+    data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    predicts = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: predicts.model.predict(data, verbose=0)
+    )
+    fit(strategy, recsync.callbacks.Status(path, every_seconds=0.01), predicts, epochs=1)
+    assert times

@@ -496,7 +496,7 @@ class Steps:
             lambda slot: self._read_worker(slot, batches),
             self.unneeded(),
             is_reading=not is_training,
-            while_waiting=self._tell_observers,
+            while_waiting=self.tell_observers,
             most_per_call=self._most_per_call(),
             is_followed=self._calls_are_told,
             read_rows=lambda slots: self._read_rows(slots, batches),
@@ -547,7 +547,8 @@ class Steps:
         for observer in list(self.observers):
             observer.failed()
 
-    def _tell_observers(self) -> None:
+    def tell_observers(self) -> None:
+        """Has them pass on what has happened; in the thread of `fit`."""
         for observer in list(self.observers):
             observer.tell()
 
