@@ -109,7 +109,7 @@ def fit(strategy, *callbacks, epochs=2):
     x = np.ones((96, 2), np.float32)
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)
     model.fit(data, epochs=epochs, verbose=0, callbacks=list(callbacks), validation_data=data)
-    return model
+    return model, data
 
 
 class Seen(recsync.callbacks.Status):
@@ -204,6 +204,36 @@ def test_the_command_shows_a_program_that_runs_and_says_why_it_can_t(tmp_path):
     assert "--path can't be used with --pid" in done["both"].stdout + done["both"].stderr
 
 
+def test_the_command_ends_with_the_program_and_not_with_its_first_fit(tmp_path, own_folder):
+    status_folder().mkdir()
+    program = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    path = status_folder() / f"{program.pid}-0.status.json"
+    status_of(pid=program.pid, program="first").write(path)
+    command = subprocess.Popen(
+        [sys.executable, "-m", "tf_recsync.status", "--every=0.1"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ, TMPDIR=str(tmp_path)),
+    )
+
+    def reads_until(words):
+        return any(words in line for line in command.stdout)
+
+    try:
+        assert reads_until(f"process {program.pid}: first")
+        path.unlink()
+        assert reads_until("No program trains at the moment")
+        status_of(pid=program.pid, program="second").write(path)
+        assert reads_until(f"process {program.pid}: second")
+        program.communicate(b"\n")
+        assert reads_until("The program has ended.")
+        assert command.wait() == 0
+    finally:
+        for process in (program, command):
+            process.kill()
+            process.communicate()
+
+
 class Labels(keras.metrics.Metric):
     """A metric of two values."""
 
@@ -260,11 +290,17 @@ def test_a_fit_that_fails_leaves_no_status_but_one_that_says_so(clusters, own_fo
     assert model.train_function.observers.isdisjoint(callbacks)
 
 
-def test_validation_is_told_of(clusters, own_folder):
+def test_validation_is_told_of_and_the_next_fit_begins_with_no_batch(clusters, own_folder):
     strategy = recsync.AsyncStrategy(clusters.get(workers=2, ps=2))
     seen = Seen()
-    fit(strategy, seen)
+    model, data = fit(strategy, seen)
     assert "evaluate" in {status.doing for status in seen.all}
+    seen.all.clear()
+    model.fit(data, verbose=0, callbacks=[seen])
+    first, last = seen.all[0], seen.all[-1]
+    assert (first.epoch, first.batches, first.rate) == (0, 0, 0.0) and last.batches == 12
+    batches = [server.batches for server in first.servers if server.name.startswith("worker")]
+    assert batches == [0, 0]
 
 
 def test_the_status_is_new_while_a_callback_predicts(clusters, tmp_path):

@@ -230,6 +230,7 @@ class Status(keras.callbacks.Callback):
         self._due = self._began = 0.0
         self._epoch = 0
         self._doing = "train"
+        self._has_steps = False  # Whether the train function counts those of this call of `fit`.
         self._logs: dict[str, float] = {}
         self._has_warned = False
 
@@ -243,7 +244,7 @@ class Status(keras.callbacks.Callback):
         self._began, self._epoch, self._logs, self.last = time.time(), 0, {}, None
         for function in (self.model.train_function, self.model.test_function):
             function.observers.add(self)
-        self._has_warned, self._doing = False, "train"
+        self._has_warned, self._doing, self._has_steps = False, "train", False
         self._put("train")
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -287,6 +288,7 @@ class Status(keras.callbacks.Callback):
 
     def tell(self) -> None:
         """Writes the file, if it has become old; in the thread of `fit`."""
+        self._has_steps = True  # It waits for some, or has.
         if time.monotonic() >= self._due:
             self._write(self._doing)
 
@@ -315,11 +317,12 @@ class Status(keras.callbacks.Callback):
         self._due = time.monotonic() + self._every_seconds
         strategy, function = self.model.distribute_strategy, self.model.train_function
         now, before = time.time(), self.last
-        batches = function.epoch_steps
+        batches = function.epoch_steps if self._has_steps else 0
         is_same = before is not None and before.epoch == self._epoch
         done = max(batches - before.batches, 0) if is_same else batches
         seconds = now - (self._began if before is None else before.time)
-        steps, waits = strategy.worker_steps(self.model), strategy.data_wait(self.model)
+        waits = strategy.data_wait(self.model)
+        steps = strategy.worker_steps(self.model) if self._has_steps else [0] * len(waits)
         expected = self.params.get("steps")
         self.last = RunStatus(
             time=now,
@@ -351,12 +354,17 @@ class Status(keras.callbacks.Callback):
         self.last.write(self._path)
 
 
+def is_there(pid: int) -> bool:
+    """Whether this machine has a process of this number."""
+    return os.path.exists(f"/proc/{pid}")
+
+
 def running() -> list[pathlib.Path]:
     """The files of this user's programs that run; those of programs that are gone are removed."""
     found = []
     for path in sorted(status_folder().glob(f"*{_SUFFIX}")):
         number = path.name.partition("-")[0]
-        if number.isdecimal() and os.path.exists(f"/proc/{number}"):
+        if number.isdecimal() and is_there(int(number)):
             found.append(path)
         else:
             with contextlib.suppress(FileNotFoundError):
