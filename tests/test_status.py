@@ -65,6 +65,8 @@ def test_a_table_has_the_progress_the_servers_and_who_waits():
     ended = status_of(doing="end", expected=None, losses={}, logs={}, waiting="").table(now=1009.0)
     assert "has ended after training for 0:01:40; epoch 2 of 3, batch 1,500, 12.5" in ended
     assert "as of" not in ended and "losses" not in ended and "waiting" not in ended
+    endings = [doing for doing in ("train", "end", "failed") if status_of(doing=doing).has_ended]
+    assert endings == ["end", "failed"]
     failed = status_of(doing="failed").table(now=1009.0)
     assert "has ended by an error after training for 0:01:40" in failed and "as of" not in failed
 
@@ -171,11 +173,9 @@ def test_what_can_t_be_reported_on_is_refused(clusters, tmp_path):
 def test_the_command_shows_a_program_that_runs_and_says_why_it_can_t(tmp_path):
     path = tmp_path / "run.json"
     status_of().write(path)
-    for doing in ("end", "failed"):
-        status_of(doing=doing).write(tmp_path / f"{doing}.json")
+    status_of(doing="failed").write(tmp_path / "failed.json")
     commands = {
         "table": ["--once", f"--path={path}"],
-        "end": [f"--path={tmp_path / 'end.json'}"],
         "failed": [f"--path={tmp_path / 'failed.json'}"],
         "no file": ["--once", f"--path={tmp_path / 'none'}"],
         "no program": ["--once"],
@@ -194,10 +194,9 @@ def test_the_command_shows_a_program_that_runs_and_says_why_it_can_t(tmp_path):
         thread.join()
     assert done["table"].returncode == 0
     assert done["table"].stdout.splitlines()[0] == "GBAStrategy, process 42: train.py --epochs=3"
-    for name, words in (("end", "after training for"), ("failed", "by an error after training")):
-        assert done[name].returncode == 0
-        assert f"has ended {words}" in done[name].stdout
-        assert done[name].stdout.splitlines()[-1] == "The program has ended."
+    assert done["failed"].returncode == 0
+    assert "has ended by an error after training for" in done["failed"].stdout
+    assert done["failed"].stdout.splitlines()[-1] == "The program has ended."
     assert done["no file"].returncode == 1 and "no file" in done["no file"].stderr
     assert done["no program"].returncode == 1
     assert "give recsync.callbacks.Status() to fit" in done["no program"].stderr
