@@ -160,6 +160,9 @@ def test_options_of_models_that_can_not_work_are_refused(two):
         constrained.fit(dataset(), verbose=0)
     with pytest.raises(ValueError, match="run_eagerly"):
         compiled(two, run_eagerly=True).fit(dataset(), verbose=0)
+    message = "steps_per_execution must be an integer of at least 1, got 'auto'"
+    with pytest.raises(ValueError, match=message):
+        compiled(two, steps_per_execution="auto").fit(dataset(), verbose=0)
     with pytest.raises(ValueError, match="jit_compile=True can't be used.*XLA"):
         compiled(two, jit_compile=True).fit(dataset(), verbose=0)
     later = compiled(two)

@@ -32,6 +32,7 @@ def error_of(call, *arguments):
 made_before = tf.Variable(1.0, name="made_before")
 dropout_before = keras.layers.Dropout(0.1)
 iterator_before = iter(tf.data.Dataset.range(3))
+rated_before = tf.data.Dataset.from_tensors(({"user": [1, 1]}, [0.0, 1.0]))
 print("names:", error_of(recsync.use_final_device_names), flush=True)
 
 
@@ -53,6 +54,7 @@ def connecting():
         cluster.connect()
         with tf.device("/job:worker/task:0"):
             assert tf.add(1, 2) == 3
+        recsync.callbacks.GroupAUC(rated_before, "user").on_train_begin()  # Reads it.
 
 
 def endless():

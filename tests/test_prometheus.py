@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import tf_recsync as recsync
 from tf_recsync.callbacks import Prometheus, TrainingReport
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
+from tf_recsync.strategies.slots import Losses
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -134,22 +135,41 @@ def test_a_worker_that_was_lost_is_counted(clusters):
 
 def test_a_file_has_the_same_figures_and_is_never_half_written(strategy, tmp_path):
     path, seen = tmp_path / "run.prom", []
-    prometheus = Prometheus(path=path, every_seconds=1e-9)
-    watch = AtBatch(3, lambda *_: seen.append(parsed(path.read_text())))
-    model_of(strategy).fit(dataset(), verbose=0, callbacks=[prometheus, watch])
+    prometheus, model = Prometheus(path=path, every_seconds=1e-9), model_of(strategy)
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 3:
+                seen.append(parsed(path.read_text()))
+
+        def on_test_begin(self, logs=None):
+            path.unlink()  # Its figures are written again while the model is evaluated.
+
+        def on_test_end(self, logs=None):
+            seen.append(parsed(path.read_text()))
+
+    options = {"verbose": 0, "callbacks": [prometheus, Watch()]}
+    model.fit(dataset(), validation_data=dataset().take(3), **options)
     found = parsed(path.read_text())
-    assert seen[0]["training"] == {(): 1} and found["training"] == {(): 0}
+    assert [figures["training"] for figures in seen] == [{(): 1}, {(): 1}]
+    assert seen[1]["batches_total"] == {(): BATCHES}
+    assert found["training"] == {(): 0}
     assert found["batches_total"] == {(): BATCHES}
     assert found["table_keys"]["keyed/users", "used"] == 40
     assert list(tmp_path.iterdir()) == [path]
+    path.unlink()
+    model.evaluate(dataset().take(3), verbose=0, callbacks=[prometheus])
+    assert not list(tmp_path.iterdir())  # That is no training.
 
 
-def test_a_counter_of_batches_never_falls(strategy, tmp_path, monkeypatch):
+def test_a_counter_never_falls(strategy, tmp_path, monkeypatch):
     path = tmp_path / "run.prom"
     model, prometheus = model_of(strategy), Prometheus(path=path, every_seconds=1e-9)
     model.fit(dataset().take(1), verbose=0)
-    done = 0  # As a loss or a recovery changes it.
-    monkeypatch.setattr(type(model.train_function), "epoch_steps", property(lambda function: done))
+    done = retried = 0  # As a loss or a recovery changes them.
+    functions = type(model.train_function)
+    monkeypatch.setattr(functions, "epoch_steps", property(lambda function: done))
+    monkeypatch.setattr(functions, "losses", property(lambda function: Losses(retried=retried)))
     prometheus.set_model(model)
     shown = []
     for in_epochs, is_broken in (([[10, 7, 20], [9, 5]], True), ([[3, 8]], False)):
@@ -164,6 +184,20 @@ def test_a_counter_of_batches_never_falls(strategy, tmp_path, monkeypatch):
                 prometheus.on_epoch_end(epoch)
     # 20 of the first epoch and 5 of the broken one, of which 9 had been done.
     assert shown == [10, 10, 20, 29, 29, 29, 33]
+    shown = []
+    for known in (4, 2, 5):
+        retried = known
+        prometheus.tell()
+        shown.append(parsed(path.read_text())["losses_total"]["retried",])
+    assert shown == [4, 4, 5]
+    prometheus.on_train_end()
+    # What is compiled again counts its losses from 0.
+    model.compile(model.optimizer, "mse")
+    strategy.attach(model)
+    retried = 1
+    prometheus.on_train_begin()
+    prometheus.on_epoch_begin(0)
+    assert parsed(path.read_text())["losses_total"]["retried",] == 1
     prometheus.on_train_end()
 
 
@@ -209,6 +243,8 @@ def test_a_file_that_can_t_be_written_ends_training_at_its_beginning_only(
 
 def test_each_value_of_a_metric_is_a_figure(strategy, tmp_path):
     path = tmp_path / "run.prom"
+    more = {"phase": "warm-up", "next": None}  # What is no number is none.
+    adds = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(more))
     for outputs in (1, 3):
         with strategy.scope():
             inputs = keras.Input((2,))
@@ -216,8 +252,9 @@ def test_each_value_of_a_metric_is_a_figure(strategy, tmp_path):
             metrics = [keras.metrics.F1Score(threshold=0.5)]
             model.compile(recsync.optimizers.SGD(0.1), "binary_crossentropy", metrics=metrics)
         data = tf.data.Dataset.from_tensors((tf.ones((BATCH, 2)), tf.ones((BATCH, outputs))))
-        callbacks = [Prometheus(path=path)]
+        callbacks = [adds, Prometheus(path=path)]
         history = model.fit(data.repeat(4), verbose=0, callbacks=callbacks).history
+        assert history["phase"] == ["warm-up"]
         (scores,) = history["f1_score"]
         logged = parsed(path.read_text())["log"]
         names = ["f1_score"] if outputs == 1 else [f"f1_score[{i}]" for i in range(outputs)]

@@ -15,7 +15,8 @@ from test_retried_batches import check_all_are_done
 
 import tf_recsync as recsync
 from tf_recsync import checkpoint
-from tf_recsync.callbacks import Checkpoint
+from tf_recsync.callbacks import Checkpoint, Status, WorkerEvents
+from tf_recsync.run_status import RunStatus
 from tf_recsync.strategies import train_function
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
@@ -510,6 +511,27 @@ def test_one_that_does_not_come_back_ends_training_with_the_last_checkpoint(clus
     callback = Checkpoint(tmp_path)
     again.fit(dataset(8, ROWS), epochs=2, verbose=0, callbacks=[callback])
     assert callback.restored
+
+
+def test_callbacks_are_told_while_a_server_is_waited_for_and_may_end_fit(cluster, tmp_path, caplog):
+    model = make_model(slowly(recsync.AsyncStrategy(cluster)), ROWS, shards=2)
+    path, waits = tmp_path / "run.json", []
+
+    class Ends(WorkerEvents):
+        def tell(self):
+            if "Training waits for ps:1" in caplog.text:
+                written = RunStatus.read(path)
+                waits.append(written.time)
+                if written.time > waits[0]:  # Meanwhile.
+                    (server,) = (server for server in written.servers if server.name == "ps:1")
+                    raise ArithmeticError(f"ps:1 is {server.state}")
+
+    checkpoints = Checkpoint(tmp_path / "saved", every_steps=10)
+    kills = AtBatch(20, lambda: cluster.kill("ps", 1))
+    callbacks = [checkpoints, Status(path, every_seconds=0.01), Ends(), kills]
+    with pytest.raises(ArithmeticError, match="ps:1 is lost"):
+        model.fit(dataset(10_000, ROWS), verbose=0, callbacks=callbacks)
+    assert RunStatus.read(path).doing == "failed"
 
 
 @pytest.mark.parametrize("placement", ["whole", "divided"])

@@ -6,12 +6,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from prometheus_client.parser import text_string_to_metric_families
 from test_checkpoint_callback import BATCH, NAME, check_rows, dataset, make_model
 from test_recovery import ROWS, shards_of, slowly
 
 import tf_recsync as recsync
 from tf_recsync import checkpoint
-from tf_recsync.callbacks import Checkpoint
+from tf_recsync.callbacks import Checkpoint, Prometheus, Status
+from tf_recsync.run_status import RunStatus
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -62,6 +64,26 @@ class Validation(keras.callbacks.Callback):
             self._killed.set()
 
 
+class Reports(keras.callbacks.Callback):
+    """What callbacks report of `fit`, for each epoch, after its validation.
+
+    Attributes:
+        callbacks: these; to stand before this one.
+        found: whether it runs, and since when.
+    """
+
+    def __init__(self, folder):
+        super().__init__()
+        self._paths = folder / "run.prom", folder / "run.json"
+        self.callbacks = [Prometheus(path=self._paths[0]), Status(self._paths[1])]
+        self.found = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        families = text_string_to_metric_families(self._paths[0].read_text())
+        (is_training,) = [f.samples[0].value for f in families if f.name == "recsync_training"]
+        self.found.append((is_training, RunStatus.read(self._paths[1]).began))
+
+
 def kill_and_restart(cluster, server):
     cluster.kill("ps", server)
     threading.Timer(0.3, cluster.restart, ["ps", server]).start()
@@ -107,7 +129,8 @@ def test_validation_begins_anew_and_counts_each_batch_once(
     lost = shards_of(model)[1]
     callback = Checkpoint(tmp_path, every_steps=20, keep=None)
     validation = Validation(lambda: kill_and_restart(cluster, lost))
-    data = validation.data
+    data, reports = validation.data, Reports(tmp_path)
+    strategy.record_events(model, failed=lambda: reports.found.append("failed"))
     if goes_on:  # And one knows how long that is.
         data = data.apply(tf.data.experimental.assert_cardinality(VALIDATION))
     logs = model.fit(
@@ -116,9 +139,12 @@ def test_validation_begins_anew_and_counts_each_batch_once(
         epochs=2,
         verbose=0,
         validation_data=data,
-        callbacks=[callback, validation],
+        callbacks=[callback, validation, *reports.callbacks, reports],
     )
     assert logs.epoch == [0, 1]
+    # Nobody is told that training has failed.
+    is_training, began = reports.found[0]
+    assert is_training == 1 and began > 0 and reports.found == [(is_training, began)] * 2
     assert callback.recoveries == 1
     assert f"Training goes on: ps:{lost} is back after" in caplog.text
     assert validation.passes == 3

@@ -164,6 +164,11 @@ def test_wrong_compute_times_are_refused(four):
     ):
         with pytest.raises(ValueError, match=message):
             recsync.testing.set_compute_time(four, *arguments)
+    # A slowdown is told the workers, not the threads that call them.
+    algorithm = recsync.EASGD(0.3)
+    shadow = recsync.ShadowSyncStrategy(four.cluster, algorithm, threads_per_trainer=2)
+    with pytest.raises(ValueError, match="a slowdown has worker 4, and there are 4"):
+        recsync.testing.set_compute_time(shadow, 0.1, SlowWorkers(2.0, [4]))
 
 
 @pytest.fixture

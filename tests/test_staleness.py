@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tf_recsync.callbacks.training_report import sample_of
 from tf_recsync.staleness import (
     COUNTERS,
     Constant,
@@ -254,3 +255,18 @@ def test_a_quantile_outside_0_to_1_is_refused(quantile):
 def test_counters_of_another_length_are_refused():
     with pytest.raises(ValueError, match=f"{COUNTERS}"):
         Statistics.from_counters([np.zeros([5], np.int64)])
+
+
+def test_tensorboards_sample_has_the_shares_of_all_however_many_there_are():
+    def sampled(histogram):
+        counters = np.zeros(0)
+        statistics = Statistics(sum(n for _, n in histogram), 0.0, 0.0, 0, histogram, 0, counters)
+        return sample_of(statistics)
+
+    few = ((1, 5), (2, 3), (40, 1))
+    assert sampled(few).tolist() == [1] * 5 + [2] * 3 + [40]
+    many = ((1, 240_000_000), (2, 60_000_000), (9, 10_000_000), (100, 1))
+    taus, counts = np.unique(sampled(many), return_counts=True)
+    assert taus.tolist() == [1, 2, 9, 100] and counts.sum() < 1_000_000
+    np.testing.assert_allclose(counts / counts.sum(), [24 / 31, 6 / 31, 1 / 31, 0], atol=1e-3)
+    assert sampled(()).size == 0

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import wait_until
 
 import tf_recsync as recsync
 from tf_recsync.run_status import RunStatus, ServerStatus, running, status_folder
@@ -64,6 +65,10 @@ def test_a_table_has_the_progress_the_servers_and_who_waits():
     ended = status_of(doing="end", expected=None, losses={}, logs={}, waiting="").table(now=1009.0)
     assert "has ended after training for 0:01:40; epoch 2 of 3, batch 1,500, 12.5" in ended
     assert "as of" not in ended and "losses" not in ended and "waiting" not in ended
+    endings = [doing for doing in ("train", "end", "failed") if status_of(doing=doing).has_ended]
+    assert endings == ["end", "failed"]
+    failed = status_of(doing="failed").table(now=1009.0)
+    assert "has ended by an error after training for 0:01:40" in failed and "as of" not in failed
 
 
 @pytest.mark.parametrize(
@@ -99,14 +104,14 @@ def test_files_of_programs_that_are_gone_are_removed(own_folder):
     assert not gone.exists()
 
 
-def fit(strategy, callback, epochs=2):
+def fit(strategy, *callbacks, epochs=2):
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile(recsync.optimizers.SGD(0.1), "mse")
     x = np.ones((96, 2), np.float32)
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(8)
-    model.fit(data, epochs=epochs, verbose=0, callbacks=[callback], validation_data=data)
-    return model
+    model.fit(data, epochs=epochs, verbose=0, callbacks=list(callbacks), validation_data=data)
+    return model, data
 
 
 class Seen(recsync.callbacks.Status):
@@ -137,8 +142,7 @@ def test_a_run_says_what_it_does_until_it_ends(clusters, own_folder, kind):
         def on_epoch_end(self, epoch, logs=None):
             files.append([RunStatus.read(path) for path in running()])
 
-    callbacks = keras.callbacks.CallbackList([seen, Looks()])
-    fit(strategy, callbacks)
+    fit(strategy, seen, Looks())
     assert [len(found) for found in files] == [1, 1]
     assert not list(status_folder().iterdir())
     first, last = seen.all[0], seen.all[-1]
@@ -169,10 +173,10 @@ def test_what_can_t_be_reported_on_is_refused(clusters, tmp_path):
 def test_the_command_shows_a_program_that_runs_and_says_why_it_can_t(tmp_path):
     path = tmp_path / "run.json"
     status_of().write(path)
-    status_of(doing="end").write(tmp_path / "ended.json")
+    status_of(doing="failed").write(tmp_path / "failed.json")
     commands = {
         "table": ["--once", f"--path={path}"],
-        "ended": [f"--path={tmp_path / 'ended.json'}"],
+        "failed": [f"--path={tmp_path / 'failed.json'}"],
         "no file": ["--once", f"--path={tmp_path / 'none'}"],
         "no program": ["--once"],
         "both": ["--pid=3", f"--path={path}"],
@@ -190,13 +194,43 @@ def test_the_command_shows_a_program_that_runs_and_says_why_it_can_t(tmp_path):
         thread.join()
     assert done["table"].returncode == 0
     assert done["table"].stdout.splitlines()[0] == "GBAStrategy, process 42: train.py --epochs=3"
-    assert done["ended"].returncode == 0
-    assert "has ended after training for" in done["ended"].stdout
-    assert done["ended"].stdout.splitlines()[-1] == "The program has ended."
+    assert done["failed"].returncode == 0
+    assert "has ended by an error after training for" in done["failed"].stdout
+    assert done["failed"].stdout.splitlines()[-1] == "The program has ended."
     assert done["no file"].returncode == 1 and "no file" in done["no file"].stderr
     assert done["no program"].returncode == 1
     assert "give recsync.callbacks.Status() to fit" in done["no program"].stderr
     assert "--path can't be used with --pid" in done["both"].stdout + done["both"].stderr
+
+
+def test_the_command_ends_with_the_program_and_not_with_its_first_fit(tmp_path, own_folder):
+    status_folder().mkdir()
+    program = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    path = status_folder() / f"{program.pid}-0.status.json"
+    status_of(pid=program.pid, program="first").write(path)
+    command = subprocess.Popen(
+        [sys.executable, "-m", "tf_recsync.status", "--every=0.1"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ, TMPDIR=str(tmp_path)),
+    )
+
+    def reads_until(words):
+        return any(words in line for line in command.stdout)
+
+    try:
+        assert reads_until(f"process {program.pid}: first")
+        path.unlink()
+        assert reads_until("No program trains at the moment")
+        status_of(pid=program.pid, program="second").write(path)
+        assert reads_until(f"process {program.pid}: second")
+        program.communicate(b"\n")
+        assert reads_until("The program has ended.")
+        assert command.wait() == 0
+    finally:
+        for process in (program, command):
+            process.kill()
+            process.communicate()
 
 
 class Labels(keras.metrics.Metric):
@@ -228,13 +262,14 @@ def test_nothing_that_a_status_can_t_show_or_write_ends_training(clusters, own_f
 
         def on_epoch_end(self, epoch, logs=None):
             status_folder().unlink(missing_ok=True)
+            logs |= {"phase": "warm-up", "next": None}
 
     seen = Seen()
     model.fit(data, epochs=2, verbose=0, callbacks=[Removes(), seen])
     assert seen.last.batches == 12 and set(seen.last.logs) == {"loss"}
 
 
-def test_a_fit_that_fails_leaves_no_status(clusters, own_folder):
+def test_a_fit_that_fails_leaves_no_status_but_one_that_says_so(clusters, own_folder):
     strategy = recsync.AsyncStrategy(clusters.get(workers=2, ps=2))
 
     class Bad(keras.layers.Layer):
@@ -245,15 +280,43 @@ def test_a_fit_that_fails_leaves_no_status(clusters, own_folder):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1), Bad()])
         model.compile(recsync.optimizers.SGD(0.1), "mse")
     x = np.ones((96, 2), np.float32)
-    status = recsync.callbacks.Status()
+    path = own_folder / "run.json"
+    callbacks = [recsync.callbacks.Status(), recsync.callbacks.Status(path)]
     with pytest.raises(tf.errors.InvalidArgumentError, match="no number"):
-        model.fit(x, x[:, :1], verbose=0, callbacks=[status])
+        model.fit(x, x[:, :1], verbose=0, callbacks=callbacks)
     assert not running()
-    assert status not in model.train_function.observers
+    assert RunStatus.read(path).doing == "failed"
+    assert model.train_function.observers.isdisjoint(callbacks)
 
 
-def test_validation_is_told_of(clusters, own_folder):
+def test_validation_is_told_of_and_the_next_fit_begins_with_no_batch(clusters, own_folder):
     strategy = recsync.AsyncStrategy(clusters.get(workers=2, ps=2))
     seen = Seen()
-    fit(strategy, seen)
+    model, data = fit(strategy, seen)
     assert "evaluate" in {status.doing for status in seen.all}
+    seen.all.clear()
+    model.fit(data, verbose=0, callbacks=[seen])
+    first, last = seen.all[0], seen.all[-1]
+    assert (first.epoch, first.batches, first.rate) == (0, 0, 0.0) and last.batches == 12
+    batches = [server.batches for server in first.servers if server.name.startswith("worker")]
+    assert batches == [0, 0]
+
+
+def test_the_status_is_new_while_a_callback_predicts(clusters, tmp_path):
+    strategy = recsync.AsyncStrategy(clusters.get(workers=2, ps=2))
+    path, times = tmp_path / "run.json", []
+
+    def batches():
+        for _ in range(8):
+            yield np.ones((8, 2), np.float32)
+        before = RunStatus.read(path).time
+        assert wait_until(lambda: RunStatus.read(path).time > before, 60.0)
+        times.append(before)
+
+    spec = tf.TensorSpec((8, 2))
+    data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    predicts = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: predicts.model.predict(data, verbose=0)
+    )
+    fit(strategy, recsync.callbacks.Status(path, every_seconds=0.01), predicts, epochs=1)
+    assert times

@@ -198,3 +198,31 @@ def test_a_step_that_leaves_a_metric_out_has_no_value_for_it(cluster):
         model.compile(recsync.optimizers.SGD(0.0), "mse", metrics=["mae"])
     history = model.fit(dataset(), validation_data=dataset(), verbose=0).history
     assert set(history) == {"loss", "val_loss", "val_mae"}
+
+
+def test_metrics_that_are_never_reset_go_on_from_epoch_to_epoch(cluster):
+    class Batches(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="batches")
+            self.total = self.add_weight(shape=(), initializer="zeros", name="total")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.total.assign_add(1.0)
+
+        def result(self):
+            return self.total + 0.0
+
+        def reset_state(self):
+            pass
+
+    with recsync.AsyncStrategy(cluster).scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(recsync.optimizers.SGD(0.0), "mse", metrics=[Batches()])
+    data, steps = dataset().repeat(), BATCHES
+    history = model.fit(data, steps_per_epoch=steps, epochs=3, verbose=0).history
+    assert history["batches"] == [BATCHES, 2 * BATCHES, 3 * BATCHES]
+    options = {"validation_data": data, "validation_steps": 2, "epochs": 2}
+    history = model.fit(data, steps_per_epoch=steps, verbose=0, **options).history
+    # The same metric counts the batches of the validation.
+    assert history["batches"] == [4 * BATCHES, 5 * BATCHES + 2]
+    assert history["val_batches"] == [4 * BATCHES + 2, 5 * BATCHES + 4]

@@ -1,5 +1,6 @@
 """What workers do when, recorded under every kind of strategy."""
 
+import builtins
 import collections
 import json
 import re
@@ -12,6 +13,7 @@ from helpers import AtBatch, events
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 import tf_recsync as recsync
+from tf_recsync import callbacks
 from tf_recsync.ops.events import ACTIVITIES
 from tf_recsync.strategies import worker_functions
 from tf_recsync.synchronization.events import Recordings
@@ -413,3 +415,19 @@ def test_a_wrong_update_freq_is_named(arguments, message, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         recsync.callbacks.TrainingReport(**arguments)
+
+
+def test_a_folder_for_tensorboard_needs_its_package(tmp_path, monkeypatch):
+    make = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.partition(".")[0] == "tensorboard":
+            raise ImportError(name)
+        return make(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for report in (callbacks.TrainingReport, callbacks.HopReport, callbacks.ShadowReport):
+        report()
+        message = rf"{report.__name__} needs .* pip install 'tf_recsync\[tensorboard\]'"
+        with pytest.raises(ImportError, match=message):
+            report(tmp_path)

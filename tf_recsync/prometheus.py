@@ -15,7 +15,7 @@ import numpy as np
 from absl import logging
 
 from tf_recsync._checks import check_seconds, checked_path, integer
-from tf_recsync.callbacks.strategy_callback import left_out
+from tf_recsync.callbacks.strategy_callback import left_out, numbers_of
 from tf_recsync.strategies.fit_strategy import FitStrategy, check_reported
 
 _MOST_PORTS = 65535
@@ -126,8 +126,7 @@ class Prometheus(keras.callbacks.Callback):
         self._logged: dict[str, float] = {}  # By name, since fit began.
         self._batches = 0  # Of epochs that are over.
         self._of_epoch = 0  # Of the epoch in progress, as of the last batch.
-        # Steps that are lost with a worker no longer count: a counter can't fall.
-        self._most_batches = 0
+        self._counting: Any = None  # The train function that counts losses and waits.
         self._updated = float("-inf")
         self._has_warned = False
 
@@ -168,6 +167,11 @@ class Prometheus(keras.callbacks.Callback):
         # An epoch that the fit before has not ended.
         self._batches, self._of_epoch = self._batches + self._of_epoch, 0
         self._logged.clear()
+        if self._counting is not self.model.train_function:  # A new one begins at 0.
+            self._counting = self.model.train_function
+            with self._lock:
+                for name in ("losses", "data_wait_seconds"):
+                    self._figures.pop(name, None)
         for function in (self.model.train_function, self.model.test_function):
             function.observers.add(self)
         self._has_warned = False
@@ -182,9 +186,7 @@ class Prometheus(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self._of_epoch = self.model.train_function.epoch_steps
-        if time.monotonic() >= self._updated + self._every_seconds:
-            self._update(logs)
-            self._write()
+        self._update_if_old(logs)
 
     def on_epoch_end(self, epoch, logs=None):
         self._batches += self.model.train_function.epoch_steps
@@ -194,13 +196,18 @@ class Prometheus(keras.callbacks.Callback):
         self._update(logs)
         self._write()
 
+    def on_test_batch_end(self, batch, logs=None):
+        if self in self.model.test_function.observers:  # Not where it is given to `evaluate`.
+            self.tell()
+
     def on_train_end(self, logs=None):
         self.failed()
 
     # What the functions of the model call, as observers are called.
 
     def tell(self) -> None:
-        """Does nothing: figures are as of the end of a batch."""
+        """Brings the figures up to date that change while no batch ends."""
+        self._update_if_old(None)
 
     def failed(self) -> None:
         """Training has ended, perhaps by an error."""
@@ -235,10 +242,19 @@ class Prometheus(keras.callbacks.Callback):
 
     def _set(self, figure: _Figure) -> None:
         with self._lock:
+            if figure.is_counter and figure.name in self._figures:
+                # A counter can't fall: steps that are lost with a worker no longer count.
+                for labels, value in self._figures[figure.name].values.items():
+                    figure.values[labels] = max(value, figure.values.get(labels, value))
             self._figures[figure.name] = figure
 
     def _set_training(self, value: float) -> None:
         self._set(_Figure("training", "Whether fit runs.", (), {(): value}))
+
+    def _update_if_old(self, logs: Any) -> None:
+        if time.monotonic() >= self._updated + self._every_seconds:
+            self._update(logs)
+            self._write()
 
     def _update(self, logs: Any) -> None:
         """Takes over what this process knows by now.
@@ -249,8 +265,7 @@ class Prometheus(keras.callbacks.Callback):
         """
         strategy = self.model.distribute_strategy
         losses = dataclasses.asdict(strategy.losses(self.model))
-        self._most_batches = max(self._most_batches, self._batches + self._of_epoch)
-        batches = {(): float(self._most_batches)}
+        batches = {(): float(self._batches + self._of_epoch)}
         waits = enumerate(strategy.data_wait(self.model))
         for name, value in (logs or {}).items():
             self._logged.update(_numbers(name, value))
@@ -303,7 +318,7 @@ class _Collector:
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     """What a metric has, by its name; several values by that and their places in it."""
-    values = np.asarray(value)
+    values = numbers_of(value)
     for place in np.ndindex(values.shape):
         suffix = "" if values.size == 1 else str(list(place))
         yield name + suffix, float(values[place])

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 from absl import logging
 
 from tf_recsync._checks import check_seconds, checked_path
+from tf_recsync.callbacks.strategy_callback import numbers_of
 from tf_recsync.strategies.fit_strategy import check_reported
 
 _SUFFIX = ".status.json"
@@ -62,7 +62,7 @@ class RunStatus:
         pid: the process of the program that coordinates.
         program: its command line.
         strategy: the name of the strategy's class.
-        doing: "train", "evaluate" or "end".
+        doing: "train", "evaluate", "end" or "failed".
         epoch: its number, from 0.
         epochs: how many there will be.
         batches: those of the epoch that are done.
@@ -111,6 +111,11 @@ class RunStatus:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} has no status of a run: {error}") from None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether `fit` has ended, perhaps by an error."""
+        return self.doing in _ENDS
+
     def table(self, now: float) -> str:
         """As a text.
 
@@ -124,7 +129,7 @@ class RunStatus:
             f"{_DOING[self.doing]} for {_duration(self.time - self.began)}; epoch {self.epoch + 1} "
             f"of {self.epochs}, batch {self.batches:,}{of}, {self.rate:,.1f} batches/s",
         ]
-        if age > 5 and self.doing != "end":
+        if age > 5 and not self.has_ended:
             head.append(f"as of {_duration(age)} ago: the program may stand still or be gone")
         if self.logs:
             head.append("  ".join(f"{name} {value:.4g}" for name, value in self.logs.items()))
@@ -156,7 +161,13 @@ class RunStatus:
         return "\n".join([*head, "", *lines])
 
 
-_DOING = {"train": "trains", "evaluate": "evaluates", "end": "has ended after training"}
+_DOING = {
+    "train": "trains",
+    "evaluate": "evaluates",
+    "end": "has ended after training",
+    "failed": "has ended by an error after training",
+}
+_ENDS = ("end", "failed")
 
 
 def _duration(seconds: float) -> str:
@@ -178,7 +189,8 @@ class Status(keras.callbacks.Callback):
 
     Args:
         path: the file, for a program whose status is to be kept or read by others; it then stays
-            after the end. None (the default) for one that the command finds by itself.
+            after the end, and says whether `fit` has ended by an error. None (the default) for one
+            that the command finds by itself.
         every_seconds: how old the file may become; 1 by default.
 
     Raises:
@@ -218,6 +230,7 @@ class Status(keras.callbacks.Callback):
         self._due = self._began = 0.0
         self._epoch = 0
         self._doing = "train"
+        self._has_steps = False  # Whether the train function counts those of this call of `fit`.
         self._logs: dict[str, float] = {}
         self._has_warned = False
 
@@ -231,7 +244,7 @@ class Status(keras.callbacks.Callback):
         self._began, self._epoch, self._logs, self.last = time.time(), 0, {}, None
         for function in (self.model.train_function, self.model.test_function):
             function.observers.add(self)
-        self._has_warned, self._doing = False, "train"
+        self._has_warned, self._doing, self._has_steps = False, "train", False
         self._put("train")
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -258,13 +271,16 @@ class Status(keras.callbacks.Callback):
         self._doing = "train"
 
     def on_train_end(self, logs=None):
-        self._write("end")
-        self.failed()
+        self._end("end")
 
     def failed(self) -> None:
-        """Training has ended, perhaps by an error."""
+        """Training has ended by an error."""
+        self._end("failed")
+
+    def _end(self, doing: str) -> None:
         for function in (self.model.train_function, self.model.test_function):
             function.observers.discard(self)
+        self._write(doing)
         self._began = 0.0
         if not self._is_kept:
             with contextlib.suppress(OSError):
@@ -272,13 +288,14 @@ class Status(keras.callbacks.Callback):
 
     def tell(self) -> None:
         """Writes the file, if it has become old; in the thread of `fit`."""
+        self._has_steps = True  # It waits for some, or has.
         if time.monotonic() >= self._due:
             self._write(self._doing)
 
     def _note(self, logs: Any) -> None:
         # A metric may have several values, which a line has no place for.
-        numbers = {name: value for name, value in (logs or {}).items() if np.size(value) == 1}
-        self._logs = {name: float(np.reshape(value, ())) for name, value in numbers.items()}
+        found = {name: numbers_of(value) for name, value in (logs or {}).items()}
+        self._logs = {name: values.item() for name, values in found.items() if values.size == 1}
 
     def _write(self, doing: str) -> None:
         """As `_put`, but a file that can't be written ends no training."""
@@ -300,11 +317,12 @@ class Status(keras.callbacks.Callback):
         self._due = time.monotonic() + self._every_seconds
         strategy, function = self.model.distribute_strategy, self.model.train_function
         now, before = time.time(), self.last
-        batches = function.epoch_steps
+        batches = function.epoch_steps if self._has_steps else 0
         is_same = before is not None and before.epoch == self._epoch
         done = max(batches - before.batches, 0) if is_same else batches
         seconds = now - (self._began if before is None else before.time)
-        steps, waits = strategy.worker_steps(self.model), strategy.data_wait(self.model)
+        waits = strategy.data_wait(self.model)
+        steps = strategy.worker_steps(self.model) if self._has_steps else [0] * len(waits)
         expected = self.params.get("steps")
         self.last = RunStatus(
             time=now,
@@ -320,7 +338,7 @@ class Status(keras.callbacks.Callback):
             rate=done / seconds if seconds > 0 else 0.0,
             losses={n: int(c) for n, c in dataclasses.asdict(strategy.losses(self.model)).items()},
             logs=self._logs,
-            waiting="" if doing == "end" else strategy.describe_waits(self.model),
+            waiting="" if doing in _ENDS else strategy.describe_waits(self.model),
             servers=[
                 ServerStatus(
                     f"{member.job}:{member.index}",
@@ -336,12 +354,17 @@ class Status(keras.callbacks.Callback):
         self.last.write(self._path)
 
 
+def is_there(pid: int) -> bool:
+    """Whether this machine has a process of this number."""
+    return os.path.exists(f"/proc/{pid}")
+
+
 def running() -> list[pathlib.Path]:
     """The files of this user's programs that run; those of programs that are gone are removed."""
     found = []
     for path in sorted(status_folder().glob(f"*{_SUFFIX}")):
         number = path.name.partition("-")[0]
-        if number.isdecimal() and os.path.exists(f"/proc/{number}"):
+        if number.isdecimal() and is_there(int(number)):
             found.append(path)
         else:
             with contextlib.suppress(FileNotFoundError):

@@ -22,7 +22,7 @@ import time
 from absl import app, flags
 
 from tf_recsync import _command_line
-from tf_recsync.run_status import RunStatus, running, status_folder
+from tf_recsync.run_status import RunStatus, is_there, running, status_folder
 
 _CLEAR = "\x1b[H\x1b[2J"
 
@@ -60,21 +60,24 @@ def main(argv: list[str]) -> int:
         raise app.UsageError(f"unexpected arguments {argv[1:]}", _command_line.EXIT_WRONG)
     if args.path is not None and args.pid is not None:
         raise app.UsageError("--path can't be used with --pid", _command_line.EXIT_WRONG)
-    was_shown = False
+    shown: set[int] = set()  # The processes of what was shown.
     try:
         while True:
             statuses = _statuses(args)
-            if not statuses:
-                break
-            was_shown = True
+            shown.update(status.pid for status in statuses)
             text = "\n\n".join(status.table(time.time()) for status in statuses)
+            if not statuses:
+                # A program may call `fit` again.
+                if args.path is not None or not any(map(is_there, shown)):
+                    break
+                text = "No program trains at the moment."
             if args.once:
                 sys.stdout.write(f"{text}\n")
                 return 0
             sys.stdout.write(f"{_CLEAR}{text}\n")
             sys.stdout.flush()
-            # The file of Status(path=...) stays.
-            if all(status.doing == "end" for status in statuses):
+            # The file of Status(path=...) stays, and the process may be one of another machine.
+            if args.path is not None and all(status.has_ended for status in statuses):
                 break
             time.sleep(args.every)
     except KeyboardInterrupt:
@@ -82,7 +85,7 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as error:
         sys.stderr.write(f"tf_recsync status: {error}\n")
         return 1
-    if was_shown:
+    if shown:
         sys.stdout.write("The program has ended.\n")
         return 0
     what = f"no file {args.path}" if args.path else "no program of yours gives a status"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -67,11 +69,15 @@ class GroupAUC(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self._has_told = False
+        # An iterator is put where its dataset is; one made before the cluster was connected is
+        # on a device that has another name now.
+        with tf.device("/CPU:0"):
+            dataset, first = self._dataset.take(-1), self._dataset.take(1)
         # The same examples for all epochs, in the order in which they are predicted.
-        batches = [self._read(batch) for batch in self._dataset]
+        batches = [self._read(batch) for batch in dataset]
         if not batches:
             raise ValueError("dataset: has no batches, must have one at least.")
-        for batch in self._dataset.take(1):
+        for batch in first:
             if not all(map(np.array_equal, self._read(batch), batches[0])):
                 raise ValueError(
                     "dataset: gives its examples in another order each time, must give them in the "
@@ -83,7 +89,8 @@ class GroupAUC(keras.callbacks.Callback):
         """Labels, groups and, if there are any, weights of a batch."""
         inputs, labels, *weights = _parts(batch)
         return tuple(
-            np.reshape(part, [len(part), -1]) for part in (labels, inputs[self._group], *weights)
+            np.reshape(part, [len(part), math.prod(np.shape(part)[1:])])  # There may be no example.
+            for part in (labels, inputs[self._group], *weights)
         )
 
     def on_epoch_end(self, epoch, logs=None):

@@ -33,6 +33,7 @@ class HopReport(EpochReport):
     Raises:
         ValueError: if `per_worker` is no bool; when training begins, if the strategy is no
             `HopStrategy`.
+        ImportError: if there is a `log_dir`, and the package `tensorboard` is not installed.
 
     Example:
 

@@ -6,8 +6,10 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -32,6 +34,18 @@ def left_out(model: keras.Model, what: str) -> Iterator[None]:
         if not recovers_from(model, error):
             raise
         logging.warning("%s are left out: %s", what, words_of(error))
+
+
+def numbers_of(value: Any) -> np.ndarray:
+    """What stands in the logs under a name, as floats; none of what is no number.
+
+    Callbacks may put anything into the logs.
+    """
+    try:
+        values = np.asarray(value)
+        return np.reshape([float(one) for one in values.flat], values.shape)
+    except (TypeError, ValueError):
+        return np.zeros(0)
 
 
 class StrategyCallback(keras.callbacks.Callback):
@@ -63,11 +77,16 @@ class EpochReport(StrategyCallback):
 
     Args:
         log_dir: a folder for TensorBoard, or None.
+
+    Raises:
+        ImportError: if there is a folder, and the package `tensorboard` is not installed.
     """
 
     def __init__(self, log_dir: str | os.PathLike | None):
         super().__init__()
         self._log_dir = None if log_dir is None else checked_path(log_dir, "log_dir")
+        if self._log_dir:
+            _check_tensorboard(f"callbacks.{type(self).__name__}")
         self._writer: tf.summary.SummaryWriter | None = None  # While `fit` runs.
         self._started = 0.0
         self._ended: float | None = None
@@ -97,16 +116,15 @@ class EpochReport(StrategyCallback):
             self._begin()
             self._is_known = True
 
+    def on_train_batch_end(self, batch, logs=None):
+        # What comes after the last batch of an epoch is no training time: not the validation, and
+        # not what other callbacks do.
+        self._ended = time.monotonic()
+
     def on_epoch_end(self, epoch, logs=None):
-        self._ended = self._ended or time.monotonic()
         if self._is_known:
             with left_out(self.model, f"{type(self).__name__}: figures of epoch {epoch}"):
                 self._report(epoch, logs)
-
-    def on_test_begin(self, logs=None):
-        # Validation after the epoch is no training time.
-        if self._ended is None:
-            self._ended = time.monotonic()
 
     def on_train_end(self, logs=None):
         if self._writer is not None:
@@ -117,6 +135,17 @@ class EpochReport(StrategyCallback):
     def _seconds(self) -> float:
         """For how long the epoch has trained."""
         return (self._ended or time.monotonic()) - self._started
+
+
+def _check_tensorboard(caller: str) -> None:
+    """Raises an ImportError that names the caller if there is nothing to write summaries with."""
+    try:
+        import tensorboard  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"{caller} needs the package tensorboard for log_dir: "
+            "pip install 'tf_recsync[tensorboard]'"
+        ) from error
 
 
 def mean_data_wait(strategy, model: keras.Model) -> float:

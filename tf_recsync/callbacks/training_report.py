@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
+import numpy as np
 import tensorflow as tf
 
 from tf_recsync._checks import check_at_least
@@ -15,6 +16,15 @@ from tf_recsync.embedding.keys import KeyCounts
 from tf_recsync.optimizers.base import global_step_of
 from tf_recsync.staleness import Report, Statistics
 from tf_recsync.strategies.slots import Losses
+
+_SAMPLE = 100_000  # Values of which TensorBoard makes a histogram, about.
+
+
+def sample_of(measured: Statistics) -> np.ndarray:
+    """Values of the staleness whose shares are those of all; of what is rare, one at least."""
+    taus, counts = np.reshape(np.array(measured.histogram, np.int64), (-1, 2)).T
+    share = min(1.0, _SAMPLE / max(measured.count, 1))
+    return np.repeat(taus, np.maximum(np.rint(counts * share).astype(np.int64), 1))
 
 
 class TrainingReport(EpochReport):
@@ -50,6 +60,7 @@ class TrainingReport(EpochReport):
         ValueError: if `update_freq` is none of these, or there is no `log_dir` for it; when
             training begins, if the strategy is of another kind. What the workers of
             a `HopStrategy` wait for `HopReport` tells.
+        ImportError: if there is a `log_dir`, and the package `tensorboard` is not installed.
 
     Example:
 
@@ -98,6 +109,7 @@ class TrainingReport(EpochReport):
             self._figures = StepFigures(self.model, self._writer)
 
     def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch, logs)
         done = self._batches + self.model.train_function.epoch_steps
         if self._figures is not None and done - self._written >= self._update_freq:
             self._written = done
@@ -141,11 +153,10 @@ class TrainingReport(EpochReport):
             logs.update(report)
         if self._writer is None:
             return
-        taus = [tau for tau, count in measured.histogram for _ in range(min(count, 10_000))]
         with self._writer.as_default(step=epoch):
             for name, value in report.items():
                 tf.summary.scalar(f"recsync/{name}", value)
-            tf.summary.histogram("recsync/staleness_histogram", taus)
+            tf.summary.histogram("recsync/staleness_histogram", sample_of(measured))
             for table, counts in tables.items():
                 for name, value in dataclasses.asdict(counts).items():
                     tf.summary.scalar(f"recsync/{table}/{name}", value)
@@ -186,6 +197,10 @@ class ShadowReport(TrainingReport):
     Args:
         log_dir: a folder for TensorBoard, or None (the default).
         update_freq: as that of `TrainingReport`; "epoch" is the default.
+
+    Raises:
+        ValueError: as there.
+        ImportError: as there.
 
     Example:
 

@@ -352,11 +352,13 @@ class FitStrategy(tf.distribute.Strategy):
 
         Raises:
             ValueError: if the model, one of its layers or its optimizer was made outside of the
-                scope, or can't be trained on parameter servers.
+                scope, or can't be trained on parameter servers, or it was compiled with what can't
+                be used under a strategy.
         """
         self._cluster.check_open()
         checks.check_made_in_scope(self, model)
         self._check_optimizer(model)
+        check_at_least("steps_per_execution", model.steps_per_execution, 1)
         if _is_jit_compiled(model):
             raise ValueError(
                 "jit_compile=True can't be used under this strategy, as XLA can't compile what a "

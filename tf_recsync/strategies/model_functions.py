@@ -163,6 +163,22 @@ class Steps:
 
     def __call__(self, iterator: Any) -> dict[str, Any]:
         """Waits until `steps_per_execution` more steps are finished; gives the metrics."""
+        while True:
+            try:
+                return self._call(iterator)
+            except StopIteration:
+                raise
+            except BaseException as error:  # Ctrl-C, too, after which the caller may go on.
+                goes_on = False
+                try:
+                    goes_on = self._goes_on(error, iterator)
+                finally:
+                    if not goes_on:
+                        self._give_up()
+                if not goes_on:
+                    raise
+
+    def _call(self, iterator: Any) -> dict[str, Any]:
         if not isinstance(iterator, DistributedIterator):
             raise ValueError(
                 "train_on_batch and test_on_batch can't be used under this strategy; use fit "
@@ -175,11 +191,9 @@ class Steps:
             return self._advance(iterator)
         except StopIteration:
             raise
-        except BaseException as error:  # Ctrl-C, too, after which the caller may go on.
+        except BaseException as error:
             if iterator.run is not None:
                 self._end_failed(iterator.run, error)
-            if not self._can_recover():
-                self._give_up()
             raise
         finally:
             self._is_advancing = False
@@ -391,6 +405,8 @@ class Steps:
             if slot.state is not None:
                 slot.state.reset_metrics = True
         self._merger = MetricsMerger(self._merged_variables, len(self._model.metrics_variables))
+        # Each worker begins the epoch with what it is merged into; one that is opened later, too.
+        self._initial[: len(self._merger.initial)] = self._merger.initial
         run.grant(float("inf") if steps is None else steps - skipped)
 
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
@@ -480,7 +496,7 @@ class Steps:
             lambda slot: self._read_worker(slot, batches),
             self.unneeded(),
             is_reading=not is_training,
-            while_waiting=self._tell_observers,
+            while_waiting=self.tell_observers,
             most_per_call=self._most_per_call(),
             is_followed=self._calls_are_told,
             read_rows=lambda slots: self._read_rows(slots, batches),
@@ -511,6 +527,11 @@ class Steps:
         del error
         run.request_stop()
 
+    def _goes_on(self, error: BaseException, iterator: Any) -> bool:
+        """Whether a call of Keras that has failed is done once more, as what was lost is there."""
+        del error, iterator
+        return False
+
     def _can_recover(self) -> bool:
         """Whether another pass takes over from one that fails, with the batches that workers
         have."""
@@ -526,7 +547,8 @@ class Steps:
         for observer in list(self.observers):
             observer.failed()
 
-    def _tell_observers(self) -> None:
+    def tell_observers(self) -> None:
+        """Has them pass on what has happened; in the thread of `fit`."""
         for observer in list(self.observers):
             observer.tell()
 
@@ -880,22 +902,14 @@ class TestFunction(Steps):
 
     method = "test_step"
 
-    def __call__(self, iterator: Any) -> dict[str, Any]:
-        while True:
-            try:
-                return super().__call__(iterator)
-            except StopIteration:
-                raise
-            except Exception as error:
-                if not self._begins_anew(error, iterator):
-                    raise
-
-    def _begins_anew(self, error: Exception, iterator: Any) -> bool:
+    def _goes_on(self, error: BaseException, iterator: Any) -> bool:
         """Whether a validation has failed as `fit` lost a parameter server, and begins anew.
 
         What was lost is restored. No batch counts twice: all that was done counts no more.
         """
-        if not isinstance(iterator, DistributedIterator) or not iterator.distributed.is_validation:
+        if not isinstance(error, Exception) or not isinstance(iterator, DistributedIterator):
+            return False
+        if not iterator.distributed.is_validation:
             return False
         run = iterator.run
         if run is not None:

@@ -109,6 +109,7 @@ class PredictFunction:
             batches=batches,
             unneeded=unneeded,
             is_reading=True,
+            while_waiting=self._model.train_function.tell_observers,
             most_per_call=1,
         )
         steps = iterator.distributed.steps_per_epoch

@@ -47,6 +47,10 @@ class Recovery:
     last: Callable[[], str]
 
 
+class _ObserverFailed(Exception):
+    """What somebody has raised, its cause, who was told of what happens while a server is away."""
+
+
 Lives = dict[Server, tuple[int, int]]  # See `Cluster.life`.
 
 
@@ -104,6 +108,7 @@ def recovered(
     Raises:
         RuntimeError: if a server does not come back in time.
         tf.errors.OpError: if something else goes wrong meanwhile.
+        Exception: what an observer raises that is told meanwhile.
     """
     deadline, cluster = time.monotonic() + function.recovery.timeout, function.cluster
     spared: set[Server] | None = None
@@ -120,6 +125,8 @@ def recovered(
             _recover(function, iterator, spared, deadline)
             function.unrestored = set()
             return True
+        except _ObserverFailed as failure:  # That ends `fit`, whoever is lost.
+            raise failure.__cause__ from None
         except Exception as failure:  # Keras wraps those of servers into its own.
             # Another one may have been lost meanwhile, or the same one again.
             lost = lost_servers(cluster, spared, function.lives)
@@ -168,6 +175,7 @@ def _wait_for(function: TrainFunction, deadline: float, spared: Collection[Serve
 
     Raises:
         RuntimeError: if that takes too long.
+        _ObserverFailed: if an observer of the function, which is told meanwhile, raises an error.
     """
 
     def is_late(seconds: float) -> bool:
@@ -189,6 +197,10 @@ def _wait_for(function: TrainFunction, deadline: float, spared: Collection[Serve
                 f"parameter server {names} was lost, and is not back after ps_timeout="
                 f"{recovery.timeout:g} s; {recovery.last()}: start it again, then the program"
             )
+        try:
+            function.tell_observers()
+        except Exception as error:
+            raise _ObserverFailed from error
     time.sleep(_SETTLE_SECONDS)
 
 

@@ -115,24 +115,19 @@ class TrainFunction(Steps):
             )
         return super().mode.accumulating(batches)
 
-    def __call__(self, iterator: Any) -> dict[str, Any]:
-        while True:
-            try:
-                self.check_restored()
-                return super().__call__(iterator)
-            except StopIteration:
-                raise
-            except BaseException as error:
-                self._failed()
-                is_recovered = False
-                try:
-                    is_recovered = self._recovered(error, iterator)
-                finally:
-                    if not is_recovered:
-                        self._leave_kept(iterator)
-                        self._give_up()
-                if not is_recovered:
-                    raise
+    def _call(self, iterator: Any) -> dict[str, Any]:
+        self.check_restored()
+        return super()._call(iterator)
+
+    def _goes_on(self, error: BaseException, iterator: Any) -> bool:
+        self._failed()
+        is_recovered = False
+        try:
+            is_recovered = self._recovered(error, iterator)
+        finally:
+            if not is_recovered:
+                self._leave_kept(iterator)
+        return is_recovered
 
     # Where it is in the data.
 

@@ -573,7 +573,8 @@ class WorkerRun:
 
     def describe_waits(self) -> str:
         """Who waits for whom, in words; empty if nobody ever does, or the pass is over."""
-        if self._stopped or self._error is not None or not self._crew.has_waits:
+        is_over = self._stopped or self._error is not None or self._live == 0
+        if is_over or not self._crew.has_waits:
             return ""
         return self._crew.describe()
 

@@ -340,12 +340,15 @@ class MetricsMerger:
     Args:
         variables: metric variables of the model, and what else workers accumulate.
         shown: so many of them get what was merged; the others keep their initial values.
+
+    Attributes:
+        initial: what they have when it is made, and workers have when they begin.
     """
 
     def __init__(self, variables: list[keras.Variable], shown: int):
         self._variables = variables
         self._shown = shown
-        self._initial = initial_values(variables)
+        self.initial = initial_values(variables)
         self._lock = threading.Lock()
         self._parts: dict[tuple[int, WorkerState], list[np.ndarray]] = {}
 
@@ -371,7 +374,7 @@ class MetricsMerger:
         with self._lock:
             parts = [self._parts[key] for key in sorted(self._parts, key=lambda key: key[0])]
         merged = []
-        for i, (variable, initial) in enumerate(zip(self._variables, self._initial, strict=True)):
+        for i, (variable, initial) in enumerate(zip(self._variables, self.initial, strict=True)):
             values = [part[i] for part in parts]
             if not values:
                 merged.append(initial)

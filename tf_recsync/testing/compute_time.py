@@ -62,5 +62,5 @@ def set_compute_time(
     if seconds is None and slowdown is not None:
         raise ValueError(f"slowdown multiplies seconds, which must not be None with {slowdown!r}")
     if slowdown is not None:
-        slowdown.check_workers(strategy._pipelines())
+        slowdown.check_workers(strategy.cluster.workers)
     strategy._compute_time = None if seconds is None else _ComputeTime(float(seconds), slowdown)
