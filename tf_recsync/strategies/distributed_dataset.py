@@ -320,7 +320,7 @@ class DistributedDataset:
         if position.batches or reshuffling.is_reshuffled(self.dataset):
             return self._register(number, position.prefix, position.done, parts), number
         if self._registered is None:
-            kind = self.is_numbered
+            kind = (self.is_numbered, self.readers)
             self._registered = self._registrations.find(
                 self._cluster, self.dataset, kind, self._reader_timeout
             )
