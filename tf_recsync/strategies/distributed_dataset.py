@@ -57,6 +57,8 @@ class DistributedDataset:
             found again.
         given: what the user gave, by which passes are counted; None: that is `dataset`.
         pass_length: the batches of a pass where Keras knows them, or None.
+        is_shuffled: whether Keras shuffles it anew each time that it begins.
+        begins_once: whether it comes from a Python generator, which can't begin again.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class DistributedDataset:
         retries: bool = False,
         given: tf.data.Dataset | None = None,
         pass_length: int | None = None,
+        is_shuffled: bool = False,
+        begins_once: bool = False,
     ):
         self.is_over = is_over
         self.is_validation = is_validation
@@ -91,6 +95,8 @@ class DistributedDataset:
         self.steps_per_epoch = steps_per_epoch
         self._length = length
         self._pass_length = pass_length
+        self._is_shuffled = is_shuffled
+        self._begins_once = begins_once
         self.batch_size = batch_size
         self.start_predict = start_predict
         self._cluster = cluster
@@ -100,15 +106,33 @@ class DistributedDataset:
         self._is_checked = False  # By `check_retries`.
         self._is_position_checked = False
 
-    @functools.cached_property
+    @property
     def why_not_found_again(self) -> str:
         """Why batches that are lost can't be made once more; "" if they can."""
+        if self._begins_once:
+            return (
+                "a Python generator can't begin again: give a tf.data.Dataset or a "
+                "keras.utils.PyDataset"
+            )
+        return self._why_not_numbered
+
+    @functools.cached_property
+    def _why_not_numbered(self) -> str:
+        """Why a batch's number does not say which one it is; "" if it does."""
         if self.readers > 1 and self._why_indivisible:
             return (
                 "of several readers each reads what nobody else has begun, as the dataset can't be "
                 f"divided in an order of its own: {self._why_indivisible}; use one reader, or have "
                 "workers make their datasets"
             )
+        return self._why_other_order
+
+    @functools.cached_property
+    def _why_other_order(self) -> str:
+        """Why the batches may come in another order when the dataset begins again; "" if it is
+        the same one, as far as that shows."""
+        if self._is_shuffled:
+            return "Keras shuffles a PyDataset anew each time: call fit with shuffle=False"
         if reshuffling.has_any_order(self.dataset):
             return (
                 "the dataset's order is another one each time: give shuffle a seed, or call "
@@ -132,6 +156,11 @@ class DistributedDataset:
         ones."""
         return self.readers <= 1 or self.is_numbered
 
+    @property
+    def can_go_back(self) -> bool:
+        """Whether a pass can begin once more where it was."""
+        return self.keeps_positions and not self._begins_once
+
     def parts_at(self, position: DataPosition | None = None) -> int:
         """In how many parts the batches of a pass have numbers.
 
@@ -147,7 +176,7 @@ class DistributedDataset:
         """Whether the workers' batches are pairs of a number and a batch."""
         if self.start_predict is not None:
             return True  # Predictions go back into the order of the data by their numbers.
-        return self._shall_retry and self._apart is None and not self.why_not_found_again
+        return self._shall_retry and self._apart is None and not self._why_not_numbered
 
     @property
     def retries(self) -> bool:
@@ -192,7 +221,7 @@ class DistributedDataset:
 
     @property
     def _why_no_position(self) -> str:
-        return self.why_not_found_again or (
+        return self._why_not_numbered or (
             'of several readers it is known which batches are done with on_batch_lost="retry"'
         )
 
@@ -291,15 +320,11 @@ class DistributedDataset:
 
     def check_order(self, position: DataPosition) -> None:
         """Warns if what is skipped up to a position need not be what was trained on."""
-        is_other = reshuffling.has_any_order(self.dataset)
-        if self._apart is not None:
-            # Workers count the passes of the pipelines that they have.
-            is_other = is_other or reshuffling.is_reshuffled(self.dataset)
-        if is_other and position.batches:
+        if self._why_other_order and position.batches:
             logging.warning(
-                "%d batches are skipped that were trained on, but the dataset's order is another "
-                "one each time: give shuffle a seed, or call keras.utils.set_random_seed.",
+                "%d batches are skipped that were trained on, but %s.",
                 position.batches,
+                self._why_other_order,
             )
 
     def shared(

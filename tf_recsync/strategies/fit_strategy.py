@@ -209,6 +209,9 @@ class FitStrategy(tf.distribute.Strategy):
             apart, dataset = dataset, dataset.first()
         verb, steps, given = caller.verb, caller.steps, caller.arguments.get("x")
         pass_length = caller.pass_length
+        # Keras shuffles what it knows the length of.
+        is_shuffled = isinstance(given, keras.utils.PyDataset) and pass_length is not None
+        is_shuffled = is_shuffled and bool(caller.arguments.get("shuffle"))
         in_order = apart is None and steps is not None and verb not in (None, "fit")
         if in_order:
             # The first batches, whichever workers they go to.
@@ -234,6 +237,8 @@ class FitStrategy(tf.distribute.Strategy):
             # With class_weight Keras makes another dataset of it in each call.
             given if isinstance(given, tf.data.Dataset) else None,
             pass_length,
+            is_shuffled,
+            inspect.isgenerator(given),
         )
         if verb == "fit" and caller.model is not None:
             # Callbacks may need the placement before the first step.
