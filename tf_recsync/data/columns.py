@@ -143,10 +143,14 @@ class CategoricalColumn:
 class CrossedColumn:
     """The combination of categorical features as a feature of its own, named `a_x_b`.
 
+    The number of a combination is `id of a * size of b + id of b`, and so on with more columns.
+    With `hash_buckets`, the id is the fingerprint of the number's text, `mod hash_buckets`. Where
+    there are more than 2**63 combinations, it is that of the ids' texts with commas between them.
+
     Args:
         columns: Names of at least two categorical features, `<name>_bucket` included.
         hash_buckets: Number of ids that the combinations are hashed to; 0 (the default) numbers
-            all of them without collisions.
+            all of them without collisions, if there are at most 2**63.
 
     Raises:
         ValueError: If there are fewer than two columns or `hash_buckets` is negative.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -75,8 +76,9 @@ class Schema:
         ValueError: If a column is neither in `columns` nor in `partitions` or is in both,
             there is no label, `positive` is empty, values of the label or names are no texts, or
             one text in place of several, a column is described by another kind of object, a
-            feature name is used twice, a cross or `partitions` have a multi-hot column, the
-            separator is blank or `quotechar` is not one character.
+            feature name is used twice, a cross or `partitions` have a multi-hot column, a cross
+            without `hash_buckets` has more than 2**63 combinations, the separator is blank or
+            `quotechar` is not one character.
 
     Example:
         >>> schema = Schema(
@@ -162,6 +164,11 @@ class Schema:
             for name in cross.columns:
                 if name not in names:
                     raise ValueError(f"crosses: {name!r} must be one of the features {names}.")
+            if not cross.hash_buckets and not self.has_numbers(cross):
+                raise ValueError(
+                    f"hash_buckets=0 of cross {cross.name!r}: must be above 0, as there are "
+                    f"{self._combinations(cross)} combinations, more than 2**63."
+                )
         names += [c.name for c in (*self.crosses, *self.multi_hot)]
         names += [c.weights_name for c in self.weighted]
         for name, count in Counter(names).items():
@@ -223,13 +230,9 @@ class Schema:
     @property
     def spec(self) -> _spec.FeatureSpec:
         """The names and sizes of the features."""
-        sizes = {column.name: column.size for column in self.categorical}
-        for column in self.numeric:
-            if column.boundaries:
-                sizes[column.bucket_name] = len(column.boundaries) + 2
+        sizes = self._sizes
         for cross in self.crosses:
-            combinations = int(np.prod([sizes[name] for name in cross.columns], dtype=object))
-            sizes[cross.name] = cross.hash_buckets or combinations
+            sizes[cross.name] = cross.hash_buckets or self._combinations(cross)
         return _spec.FeatureSpec(
             tuple(column.name for column in self.numeric),
             sizes,
@@ -238,6 +241,23 @@ class Schema:
             labels=() if isinstance(self.label, str) else self.labels,
             has_weight=self.weight is not None,
         )
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """The numbers of ids of the categorical features that are no crosses."""
+        sizes = {column.name: column.size for column in self.categorical}
+        for column in self.numeric:
+            if column.boundaries:
+                sizes[column.bucket_name] = len(column.boundaries) + 2
+        return sizes
+
+    def _combinations(self, cross: CrossedColumn) -> int:
+        sizes = self._sizes
+        return math.prod(sizes[name] for name in cross.columns)
+
+    def has_numbers(self, cross: CrossedColumn) -> bool:
+        """Returns whether each combination of ids has a number, which an int64 holds."""
+        return self._combinations(cross) <= 2**63
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the schema to a file, for programs that read rows of the same columns later.
