@@ -2,6 +2,7 @@
 
 import collections
 import datetime
+import decimal
 import gzip
 import os
 import pathlib
@@ -498,6 +499,29 @@ def test_damaged_files_are_named_or_read_up_to_the_damage(tmp_path):
     data = read(path, "Parquet", schema=SMALL, on_error="skip")
     assert sum(len(weight) for *_, weight in data.train(4)) == 5
     assert data.skipped == {str(path): 5}
+
+
+def test_decimals_are_the_same_categories_as_other_numbers(tmp_path):
+    texts = ["7.00", "0.00", "-7.50", "100.00", None, "12345678901234567890123456789012.10"]
+    shown = ["7", "0", "-7.5", "100", None, "12345678901234567890123456789012.1"]
+    values = [None if text is None else decimal.Decimal(text) for text in texts]
+    decimals = pa.array(values, pa.decimal128(38, 2))
+    table = {"click": pa.array(map(decimal.Decimal, ["1.00", "0.00"] * 3), pa.decimal128(10, 2))}
+    table |= {"price": decimals, "prices": pa.array([values[:4]] * 6)}
+    pq.write_table(pa.table(table), tmp_path / "a")
+    words = tuple(text for text in shown if text is not None)
+    described = rd.Schema(
+        label="click",
+        positive=("1",),
+        categorical=(
+            rd.CategoricalColumn("price", vocabulary=words),
+            rd.CategoricalColumn("prices", vocabulary=words, multi_hot=True),
+        ),
+    )
+    ((features, label),) = read(tmp_path / "a", "Parquet", schema=described).train(6)
+    assert label.numpy().ravel().tolist() == [1, 0, 1, 0, 1, 0]
+    assert features["price"].numpy().tolist() == [2, 3, 4, 5, 0, 6]
+    assert features["prices"].to_list() == [[2, 3, 4, 5]] * 6
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])

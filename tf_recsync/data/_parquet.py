@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import json
 from collections.abc import Iterable, Sequence
 from types import ModuleType
@@ -331,6 +332,8 @@ def _texts(pa: ModuleType, values: pa.Array) -> list[np.ndarray]:
     texts = values.dictionary
     if pa.types.is_floating(texts.type):
         different = [_text_of_float(value) for value in texts.to_numpy(zero_copy_only=False)]
+    elif pa.types.is_decimal(texts.type):
+        different = [_text_of_decimal(value) for value in texts.to_pylist()]
     else:
         if not _is_text(pa.types, texts.type):
             texts = texts.cast(pa.string())
@@ -354,6 +357,15 @@ def _text_of_float(value: np.floating) -> bytes:
     while kind(text := f"{value:.{digits}g}") != value:
         digits += 1
     return text.encode()
+
+
+def _text_of_decimal(value: decimal.Decimal | None) -> bytes:
+    """Returns a number's text without zeros at its end, as if it were a float; empty for None."""
+    if value is None:
+        return b""
+    whole, _, decimals = f"{value:f}".partition(".")
+    decimals = decimals.rstrip("0")
+    return f"{whole}.{decimals}".encode() if decimals else whole.encode()
 
 
 def _flat(pa: ModuleType, lists: pa.Array) -> tuple[pa.Array, np.ndarray]:
