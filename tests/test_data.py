@@ -315,6 +315,24 @@ def test_csv_features_follow_from_the_schema(tmp_path):
     assert unseen["country"][0] == features["country"][2]
 
 
+def test_spaces_around_texts_do_not_count_in_files_nor_in_a_schema(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("39, CH, >50K\n50,US , <=50K\n31, na, >50K\n")
+    schema = rd.Schema(
+        columns=("age", "country", "income"),
+        label="income",
+        positive=(" >50K",),
+        negative=("<=50K\t",),
+        missing=" na ",
+        categorical=(rd.CategoricalColumn("country", vocabulary=(" CH", "US\n")),),
+    )
+    features, labels = collect(rd.Csv(path, schema, test_fraction=0).train(3))
+    assert labels.tolist() == [1, 0, 1]
+    assert features["country"].tolist() == [2, 3, 0]
+    schema.save(tmp_path / "schema")
+    assert rd.Schema.load(tmp_path / "schema") == schema
+
+
 def test_a_hashed_cross_depends_on_all_of_its_columns_however_large_they_are(tmp_path):
     sizes = {"user": 2**62, "film": 2**30, "country": 200}
     rows = [[f"{i}", f"{i % 3}", f"{i % 7}", "1"] for i in range(42)]
@@ -439,6 +457,7 @@ def test_wrong_schemas_are_named(tmp_path):
         (lambda: rd.NumericColumn("a", boundaries=(2, 1)), "boundaries"),
         (lambda: rd.CategoricalColumn("a"), "vocabulary or hash_buckets"),
         (lambda: rd.CategoricalColumn("a", vocabulary=("x", "x")), "duplicates"),
+        (lambda: rd.CategoricalColumn("a", vocabulary=("x", " x")), "duplicates"),
         (lambda: rd.CategoricalColumn("a", "red"), r"vocabulary of .* as \('red',\)"),
         (lambda: rd.CategoricalColumn("a", (1, 2)), "vocabulary of .*: must have texts, not 1"),
         (lambda: rd.CategoricalColumn("a", hash_buckets=1), "hash_buckets of at least 2"),

@@ -22,7 +22,7 @@ from tf_recsync._checks import (
     list_of,
     plain_values,
 )
-from tf_recsync.data import _fitting, _records, _spec, _text
+from tf_recsync.data import _fields, _fitting, _records, _spec, _text
 from tf_recsync.data.columns import CategoricalColumn, CrossedColumn, NumericColumn
 
 _COLUMN_KINDS = {
@@ -36,9 +36,10 @@ _COLUMN_KINDS = {
 class Schema:
     """What the columns of CSV, Parquet and TFRecord files are.
 
-    Spaces around a text do not count. An empty text and one equal to `missing` are missing, and in
-    Parquet and TFRecord what has no value, and a number that is NaN. Labels and categories are
-    compared and hashed as texts, also where a file has numbers: 7 is the same category as `"7"`.
+    Spaces around a text do not count, in files and in what is given here. An empty text and one
+    equal to `missing` are missing, and in Parquet and TFRecord what has no value, and a number that
+    is NaN. Labels and categories are compared and hashed as texts, also where a file has numbers: 7
+    is the same category as `"7"`.
 
     A field of a CSV file that begins with a quotation mark ends with the next one and may have
     separators in it, and quotation marks if they are doubled, as in Python's `csv`; it cannot hold
@@ -121,6 +122,11 @@ class Schema:
         for argument, kind in kinds.items():
             # Lists would make a schema differ from its copy that was saved, and can't be hashed.
             object.__setattr__(self, argument, list_of(argument, getattr(self, argument), kind))
+        for argument in ("positive", "negative", "missing"):
+            texts = getattr(self, argument)
+            is_one = isinstance(texts, str)
+            found = _fields.stripped([texts] if is_one else texts)
+            object.__setattr__(self, argument, found[0] if is_one else found)
         check_text("separator", self.separator)
         for argument in ("comment", "weight", "timestamp"):
             if getattr(self, argument) is not None:
