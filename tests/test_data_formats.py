@@ -589,6 +589,12 @@ def test_parquet_columns_of_other_types_are_named(tmp_path, change, message):
         read(path, "Parquet")
 
 
+@pytest.mark.parametrize("kind", WRITERS)
+def test_no_path_at_all_is_an_error(kind):
+    with pytest.raises(FileNotFoundError, match=r"path=\[\]: names no file; it must name at least"):
+        read([], kind, schema=SMALL)
+
+
 def test_columns_that_are_not_there_are_named(tmp_path):
     values = [{"age": 3} for _ in range(5)]
     described = rd.Schema(label="click", positive=("1",))
@@ -876,12 +882,15 @@ def test_readers_divide_files_and_row_groups(clusters, tmp_path, kind, on_error)
     assert by_file == (dict.fromkeys("0123", 2) if on_error == "skip" else {})
 
 
-def test_workers_read_files_of_their_own(clusters, tmp_path):
+@pytest.mark.parametrize("count", [4, 1], ids="{} files".format)
+def test_workers_read_files_of_their_own(clusters, tmp_path, count):
     values = rows(120)
-    files = sorted(written(tmp_path, "Parquet", values, files=4).iterdir())
+    files = sorted(written(tmp_path, "Parquet", values, files=count).iterdir())
 
     def make(context):
         own = files[context.input_pipeline_id :: context.num_input_pipelines]
+        if not own:
+            return read(files[:1], "Parquet", schema=CLICKS).train(8).take(0)
         return read(own, "Parquet", schema=CLICKS).train(8)
 
     strategy = clusters.strategy(2, 1)
