@@ -462,11 +462,17 @@ class Schema:
             path: The file, plain or gzip.
 
         Raises:
-            ValueError: If `header` is True and the first line is not that of `columns`.
+            ValueError: If `header` is True and the first line is not that of `columns`; the message
+                names the file.
         """
         if self.header is False:
             return 0
-        found = tuple(_fitting.first_line(path, self.separator, self.comment, self.quotechar))
+        try:
+            found = tuple(_fitting.first_line(path, self.separator, self.comment, self.quotechar))
+        except ValueError:
+            if self.header:
+                raise
+            return 0  # Who reads it as a row says what is wrong with it.
         if self.header and found != self.columns:
             raise ValueError(
                 f"The file {path!r} begins with {found}; the header must be {self.columns}."
@@ -477,7 +483,8 @@ class Schema:
         """Returns the same schema with the columns that the first line of a CSV file names.
 
         Raises:
-            ValueError: If columns that the schema names are not among them.
+            ValueError: If columns that the schema names are not among them, or the line is blank, a
+                comment or malformed.
         """
         names = _fitting.first_line(path, self.separator, self.comment, self.quotechar)
         return dataclasses.replace(self, columns=tuple(names), header=True)
