@@ -581,12 +581,34 @@ def test_times_of_records_that_are_floats_are_refused(tmp_path):
         ({"films": 3}, "column 'films' of the file '.*' has the type int64; it must have lists"),
         ({"time": [1]}, "column 'time' of the file '.*' has the type list<.*; it must have times"),
         ({"click": None}, "column 'click' of the file '.*' has the type null; it must have texts"),
+        ({"weight": None}, "column 'weight' of the file '.*' has the type null; it must have num"),
+        ({"time": None}, "column 'time' of the file '.*' has the type null; it must have times"),
+        ({"country": []}, "column 'country' of the file '.*' has the type list<.*; it must have t"),
     ],
 )
 def test_parquet_columns_of_other_types_are_named(tmp_path, change, message):
     path = write_parquet(tmp_path / "a", [row | change for row in rows(5)])
     with pytest.raises(ValueError, match=message):
         read(path, "Parquet")
+
+
+def test_columns_of_which_a_parquet_file_has_no_value_are_missing_there(tmp_path):
+    day = [row | {"age": 60, "country": "US", "tags": ["a"]} for row in rows(3)]
+    write_parquet(tmp_path / "1", day)
+    absent = {"age": None, "gain": None, "country": None, "device": None}
+    write_parquet(tmp_path / "2", [row | absent | {"tags": []} for row in day])
+    lists = {"films": None, "seen": None, "tags": None}
+    write_parquet(tmp_path / "3", [row | absent | lists for row in day])
+    assert pq.read_schema(tmp_path / "2").field("tags").type == pa.list_(pa.null())
+    assert pq.read_schema(tmp_path / "3").field("films").type == pa.null()
+    ((features, *_),) = read(tmp_path, "Parquet").train(9)
+    assert features["numeric"][:, 0].numpy().tolist() == [2.0] * 3 + [0.0] * 6
+    for name in ("country", "age_bucket"):
+        assert features[name].numpy().tolist() == [3] * 3 + [0] * 6
+    assert features["tags"].to_list() == [[2]] * 3 + [[]] * 6
+    for name in ("films", "films_weights"):
+        found = features[name].to_list()
+        assert found[:3] == found[3:6] and found[6:] == [[]] * 3
 
 
 @pytest.mark.parametrize("kind", WRITERS)
