@@ -33,6 +33,24 @@ from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
 
 
+def without_optionals(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A dataset with None in place of optionals, which Keras makes of a generator's None.
+
+    Keras converts them in each step, but those of workers are this package's.
+    """
+    spec = dataset.element_spec
+    if not any(isinstance(part, tf.OptionalSpec) for part in tf.nest.flatten(spec)):
+        return dataset
+
+    def converted(*parts):
+        parts = tf.nest.map_structure(
+            lambda part: None if isinstance(part, tf.experimental.Optional) else part, parts
+        )
+        return parts if isinstance(spec, tuple) else parts[0]
+
+    return making_functions(lambda: dataset.map(converted))
+
+
 class DistributedDataset:
     """What a strategy makes of a user's dataset: its batches, one worker each.
 
@@ -58,7 +76,8 @@ class DistributedDataset:
         given: what the user gave, by which passes are counted; None: that is `dataset`.
         pass_length: the batches of a pass where Keras knows them, or None.
         is_shuffled: whether Keras shuffles it anew each time that it begins.
-        begins_once: whether it comes from a Python generator, which can't begin again.
+        first_batches: gives the first batches of a Python generator, which can't begin again; None
+            if the dataset comes from something else.
     """
 
     def __init__(
@@ -80,7 +99,7 @@ class DistributedDataset:
         given: tf.data.Dataset | None = None,
         pass_length: int | None = None,
         is_shuffled: bool = False,
-        begins_once: bool = False,
+        first_batches: Callable[[], Iterator[Any]] | None = None,
     ):
         self.is_over = is_over
         self.is_validation = is_validation
@@ -96,7 +115,7 @@ class DistributedDataset:
         self._length = length
         self._pass_length = pass_length
         self._is_shuffled = is_shuffled
-        self._begins_once = begins_once
+        self._first_batches = first_batches
         self.batch_size = batch_size
         self.start_predict = start_predict
         self._cluster = cluster
@@ -109,7 +128,7 @@ class DistributedDataset:
     @property
     def why_not_found_again(self) -> str:
         """Why batches that are lost can't be made once more; "" if they can."""
-        if self._begins_once:
+        if self._first_batches is not None:
             return (
                 "a Python generator can't begin again: give a tf.data.Dataset or a "
                 "keras.utils.PyDataset"
@@ -159,7 +178,7 @@ class DistributedDataset:
     @property
     def can_go_back(self) -> bool:
         """Whether a pass can begin once more where it was."""
-        return self.keeps_positions and not self._begins_once
+        return self.keeps_positions and self._first_batches is None
 
     def parts_at(self, position: DataPosition | None = None) -> int:
         """In how many parts the batches of a pass have numbers.
@@ -410,6 +429,10 @@ class DistributedDataset:
 
     def local_batches(self) -> Iterator[Any]:
         """Batches in this process, for Keras to see what they look like; at least one."""
+        if self._first_batches is not None:
+            # A pipeline takes more of the generator than it gives, and nobody would train on that.
+            yield from self._first_batches()
+            return
         # An iterator is put where its dataset is; one made before the cluster was connected is
         # on a device that has another name now.
         is_empty = True
