@@ -101,6 +101,35 @@ def test_a_quoted_line_break_is_an_error_that_names_the_line(tmp_path):
         )
 
 
+def test_a_first_line_that_is_malformed_is_as_another_row(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'\xff,1\na,0\n"b, c",1\n')
+    assert words(path) == [1, 2, 3]
+    path.write_text('"b,1\na,0\n')
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        words(path)
+    assert f"malformed row in {path}, line 1: {UNCLOSED}" in str(error.value)
+    data = rd.Csv(path, schema(), test_fraction=0, on_error="skip")
+    ((features, _),) = data.train(2)
+    assert features["word"].numpy().tolist() == [2]
+    assert data.skipped == {str(path): 1}
+    with pytest.raises(ValueError, match=f"malformed row in {path}, line 1: {UNCLOSED}"):
+        words(path, header=True)
+
+
+@pytest.mark.parametrize("first", ["", "# exported on 2024-01-01"])
+def test_a_first_line_without_names_is_an_error_where_columns_are_taken_from_it(tmp_path, first):
+    path = tmp_path / "a.csv"
+    path.write_text(f"{first}\nword,click\na,0\nb,1\n")
+    message = f"The first line of {path} is blank or a comment; it must have the columns' names"
+    with pytest.raises(ValueError, match=message):
+        words(path, columns=(), comment="#")
+    with pytest.raises(ValueError, match=message):
+        rd.Schema.fit(path, label="click", positive=["1"], categorical=["word"], comment="#")
+    with pytest.raises(ValueError, match=message):
+        words(path, header=True, comment="#")
+
+
 @pytest.mark.parametrize("is_zipped", [False, True])
 def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path, is_zipped):
     pack = gzip.compress if is_zipped else bytes

@@ -1,6 +1,7 @@
 """The readers give what a plain parse of the files gives, and say where a line is malformed."""
 
 import collections
+import dataclasses
 import gzip
 import math
 import os
@@ -314,6 +315,58 @@ def test_csv_features_follow_from_the_schema(tmp_path):
     assert unseen["country"][0] == features["country"][2]
 
 
+def test_spaces_around_texts_do_not_count_in_files_nor_in_a_schema(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("39, CH, >50K\n50,US , <=50K\n31, na, >50K\n")
+    schema = rd.Schema(
+        columns=("age", "country", "income"),
+        label="income",
+        positive=(" >50K",),
+        negative=("<=50K\t",),
+        missing=" na ",
+        categorical=(rd.CategoricalColumn("country", vocabulary=(" CH", "US\n")),),
+    )
+    features, labels = collect(rd.Csv(path, schema, test_fraction=0).train(3))
+    assert labels.tolist() == [1, 0, 1]
+    assert features["country"].tolist() == [2, 3, 0]
+    schema.save(tmp_path / "schema")
+    assert rd.Schema.load(tmp_path / "schema") == schema
+
+
+def test_a_hashed_cross_depends_on_all_of_its_columns_however_large_they_are(tmp_path):
+    sizes = {"user": 2**62, "film": 2**30, "country": 200}
+    rows = [[f"{i}", f"{i % 3}", f"{i % 7}", "1"] for i in range(42)]
+    path = write(tmp_path / "a.csv", [[*sizes, "y"], *rows], ",")
+    crosses = [
+        rd.CrossedColumn(("country", "user"), hash_buckets=2**60),
+        rd.CrossedColumn(("user", "film", "country"), hash_buckets=1000),
+        rd.CrossedColumn(("country", "film"), hash_buckets=1000),
+    ]
+    schema = rd.Schema.fit(
+        path, label="y", positive=["1"], categorical=list(sizes), hashed=sizes, crosses=crosses
+    )
+    features, _ = collect(rd.Csv(path, schema, test_fraction=0).train(42))
+    users, films, countries = (features[name].astype(object) for name in sizes)
+
+    def fingerprints(texts, buckets):
+        return [int(tf.strings.to_hash_bucket_fast(text, buckets)) for text in texts]
+
+    for name, texts, buckets in (
+        ("country_x_user", map("{},{}".format, countries, users), 2**60),
+        ("user_x_film_x_country", map("{},{},{}".format, users, films, countries), 1000),
+        # Those that have numbers are hashed by these.
+        ("country_x_film", map(str, countries * 2**30 + films), 1000),
+    ):
+        assert features[name].tolist() == fingerprints(texts, buckets)
+    # A schema without buckets must have a number for each combination.
+    numbered = dataclasses.replace(schema, crosses=(rd.CrossedColumn(("country", "film")),))
+    features, _ = collect(rd.Csv(path, numbered, test_fraction=0).train(42))
+    assert features["country_x_film"].tolist() == (countries * 2**30 + films).tolist()
+    message = f"hash_buckets=0 of cross 'user_x_film': .* {2**92} combinations, more than 2..63"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(schema, crosses=(rd.CrossedColumn(("user", "film")),))
+
+
 @pytest.mark.parametrize("log1p", [[], ["x"]], ids=["as it is", "log1p"])
 def test_a_constant_column_is_not_scaled(tmp_path, log1p):
     path = tmp_path / "a.csv"
@@ -404,6 +457,7 @@ def test_wrong_schemas_are_named(tmp_path):
         (lambda: rd.NumericColumn("a", boundaries=(2, 1)), "boundaries"),
         (lambda: rd.CategoricalColumn("a"), "vocabulary or hash_buckets"),
         (lambda: rd.CategoricalColumn("a", vocabulary=("x", "x")), "duplicates"),
+        (lambda: rd.CategoricalColumn("a", vocabulary=("x", " x")), "duplicates"),
         (lambda: rd.CategoricalColumn("a", "red"), r"vocabulary of .* as \('red',\)"),
         (lambda: rd.CategoricalColumn("a", (1, 2)), "vocabulary of .*: must have texts, not 1"),
         (lambda: rd.CategoricalColumn("a", hash_buckets=1), "hash_buckets of at least 2"),

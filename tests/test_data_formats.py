@@ -2,6 +2,7 @@
 
 import collections
 import datetime
+import decimal
 import gzip
 import os
 import pathlib
@@ -500,6 +501,29 @@ def test_damaged_files_are_named_or_read_up_to_the_damage(tmp_path):
     assert data.skipped == {str(path): 5}
 
 
+def test_decimals_are_the_same_categories_as_other_numbers(tmp_path):
+    texts = ["7.00", "0.00", "-7.50", "100.00", None, "12345678901234567890123456789012.10"]
+    shown = ["7", "0", "-7.5", "100", None, "12345678901234567890123456789012.1"]
+    values = [None if text is None else decimal.Decimal(text) for text in texts]
+    decimals = pa.array(values, pa.decimal128(38, 2))
+    table = {"click": pa.array(map(decimal.Decimal, ["1.00", "0.00"] * 3), pa.decimal128(10, 2))}
+    table |= {"price": decimals, "prices": pa.array([values[:4]] * 6)}
+    pq.write_table(pa.table(table), tmp_path / "a")
+    words = tuple(text for text in shown if text is not None)
+    described = rd.Schema(
+        label="click",
+        positive=("1",),
+        categorical=(
+            rd.CategoricalColumn("price", vocabulary=words),
+            rd.CategoricalColumn("prices", vocabulary=words, multi_hot=True),
+        ),
+    )
+    ((features, label),) = read(tmp_path / "a", "Parquet", schema=described).train(6)
+    assert label.numpy().ravel().tolist() == [1, 0, 1, 0, 1, 0]
+    assert features["price"].numpy().tolist() == [2, 3, 4, 5, 0, 6]
+    assert features["prices"].to_list() == [[2, 3, 4, 5]] * 6
+
+
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_a_file_with_fewer_records_than_were_counted_is_named(tmp_path, on_error):
     path = write_tfrecord(tmp_path / "a", rows(10))
@@ -557,12 +581,40 @@ def test_times_of_records_that_are_floats_are_refused(tmp_path):
         ({"films": 3}, "column 'films' of the file '.*' has the type int64; it must have lists"),
         ({"time": [1]}, "column 'time' of the file '.*' has the type list<.*; it must have times"),
         ({"click": None}, "column 'click' of the file '.*' has the type null; it must have texts"),
+        ({"weight": None}, "column 'weight' of the file '.*' has the type null; it must have num"),
+        ({"time": None}, "column 'time' of the file '.*' has the type null; it must have times"),
+        ({"country": []}, "column 'country' of the file '.*' has the type list<.*; it must have t"),
     ],
 )
 def test_parquet_columns_of_other_types_are_named(tmp_path, change, message):
     path = write_parquet(tmp_path / "a", [row | change for row in rows(5)])
     with pytest.raises(ValueError, match=message):
         read(path, "Parquet")
+
+
+def test_columns_of_which_a_parquet_file_has_no_value_are_missing_there(tmp_path):
+    day = [row | {"age": 60, "country": "US", "tags": ["a"]} for row in rows(3)]
+    write_parquet(tmp_path / "1", day)
+    absent = {"age": None, "gain": None, "country": None, "device": None}
+    write_parquet(tmp_path / "2", [row | absent | {"tags": []} for row in day])
+    lists = {"films": None, "seen": None, "tags": None}
+    write_parquet(tmp_path / "3", [row | absent | lists for row in day])
+    assert pq.read_schema(tmp_path / "2").field("tags").type == pa.list_(pa.null())
+    assert pq.read_schema(tmp_path / "3").field("films").type == pa.null()
+    ((features, *_),) = read(tmp_path, "Parquet").train(9)
+    assert features["numeric"][:, 0].numpy().tolist() == [2.0] * 3 + [0.0] * 6
+    for name in ("country", "age_bucket"):
+        assert features[name].numpy().tolist() == [3] * 3 + [0] * 6
+    assert features["tags"].to_list() == [[2]] * 3 + [[]] * 6
+    for name in ("films", "films_weights"):
+        found = features[name].to_list()
+        assert found[:3] == found[3:6] and found[6:] == [[]] * 3
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_no_path_at_all_is_an_error(kind):
+    with pytest.raises(FileNotFoundError, match=r"path=\[\]: names no file; it must name at least"):
+        read([], kind, schema=SMALL)
 
 
 def test_columns_that_are_not_there_are_named(tmp_path):
@@ -852,12 +904,15 @@ def test_readers_divide_files_and_row_groups(clusters, tmp_path, kind, on_error)
     assert by_file == (dict.fromkeys("0123", 2) if on_error == "skip" else {})
 
 
-def test_workers_read_files_of_their_own(clusters, tmp_path):
+@pytest.mark.parametrize("count", [4, 1], ids="{} files".format)
+def test_workers_read_files_of_their_own(clusters, tmp_path, count):
     values = rows(120)
-    files = sorted(written(tmp_path, "Parquet", values, files=4).iterdir())
+    files = sorted(written(tmp_path, "Parquet", values, files=count).iterdir())
 
     def make(context):
         own = files[context.input_pipeline_id :: context.num_input_pipelines]
+        if not own:
+            return read(files[:1], "Parquet", schema=CLICKS).train(8).take(0)
         return read(own, "Parquet", schema=CLICKS).train(8)
 
     strategy = clusters.strategy(2, 1)

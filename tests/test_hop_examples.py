@@ -142,6 +142,9 @@ def test_dlrm_trains_decentralized_with_tables_on_servers(tmp_path):
         ("1 2:1 2:1\n", "line 1: the index of '2:1' must be above 2"),
         ("1 0:1\n", "line 1: the index of '0:1' must be above 0"),
         ("1 4:1\n", "line 1: the index of '4:1' must be above 0, at most 3"),
+        ("1 1:1\n1 2:nan\n", "line 2: the value of '2:nan' must be a finite float32"),
+        ("1 2:-inf\n", "line 1: the value of '2:-inf' must be a finite float32"),
+        ("1 2:1e39\n", "line 1: the value of '2:1e39' must be a finite float32"),
     ],
 )
 def test_malformed_lines_name_file_and_line(tmp_path, text, message):

@@ -28,6 +28,7 @@ from tf_recsync import ops
 from tf_recsync.cluster import data_service, local_cluster
 from tf_recsync.optimizers import SGD
 from tf_recsync.strategies import data_parts, registered_dataset
+from tf_recsync.strategies.distributed_dataset import DistributedDataset
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -158,12 +159,14 @@ def test_every_example_is_trained_on_once_in_each_epoch(cluster, steps_per_execu
 
 def test_predictions_come_in_the_order_of_the_data(cluster):
     model = compiled(recsync.AsyncStrategy(cluster))
-    model.fit(dataset(), verbose=0)
+    data = dataset()
+    model.fit(data, verbose=0)
     local = functional()
     local.set_weights(model.get_weights())
     ids, labels = clicks()
+    # Also of data that readers have.
     np.testing.assert_allclose(
-        model.predict(dataset(), verbose=0), local.predict(ids, verbose=0), rtol=1e-5
+        model.predict(data, verbose=0), local.predict(ids, verbose=0), rtol=1e-5
     )
     # Also with labels of which not even the rank is known.
     unknown = dataset().map(
@@ -177,6 +180,24 @@ def test_predictions_come_in_the_order_of_the_data(cluster):
     assert tested["sum"] == 24 * 23 / 2
     tested = model.evaluate(numbered(101, 8), return_dict=True, verbose=0)
     assert tested["sum"] == 101 * 100 / 2
+
+
+@pytest.mark.parametrize("in_order", [[True, False], [False, True]])
+def test_readers_run_what_was_predicted_with_before_and_none_of_predictions(two_readers, in_order):
+    data, registrations = numbered(40, 4), registered_dataset.Registrations()
+    for here in in_order * 2:
+        distributed = DistributedDataset(
+            two_readers,
+            data,
+            start_predict=None,
+            steps_per_epoch=None,
+            length=None,
+            in_order=here,
+            registrations=registrations,
+            retries=True,
+        )
+        registered, _ = distributed.shared()
+        assert registered.readers == (0 if here else 2)
 
 
 def test_arrays_are_trained_on_as_without_readers(cluster):

@@ -1,5 +1,7 @@
 """Programs that go on where an earlier one was in its data."""
 
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -144,7 +146,20 @@ def test_data_of_unknown_length_that_a_program_goes_on_in_begin_anew_when_they_e
     assert counts[:50].sum() >= 2 * 50 - 8
 
 
-@pytest.mark.parametrize("change", ["batch size", "workers", "order", "steps", "an end"])
+class Shuffled(keras.utils.PyDataset):
+    """Batches that `fit` shuffles, unless it is told not to."""
+
+    def __len__(self):
+        return BATCHES
+
+    def __getitem__(self, number):
+        return np.array([[number]]), np.zeros((1, 1))
+
+
+CHANGES = ["batch size", "workers", "order", "Keras's order", "steps", "an end"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_can_not_be_gone_on_with_is_said(cluster, clusters, tmp_path, caplog, change):
     def make(strategy):
         if change == "workers":
@@ -156,6 +171,8 @@ def test_what_can_not_be_gone_on_with_is_said(cluster, clusters, tmp_path, caplo
         if change == "order":
             tf.random.set_seed(None)  # As in a program that has no seed.
             return batches().shuffle(BATCHES)
+        if change == "Keras's order":
+            return Shuffled()
         return batches().repeat() if change == "steps" else batches()
 
     def other(strategy):
@@ -177,12 +194,14 @@ def test_what_can_not_be_gone_on_with_is_said(cluster, clusters, tmp_path, caplo
         "steps": f"{begun} of its steps were done, and now it has fewer",
         "an end": "with steps_per_epoch, Keras begins a dataset anew when it has asked for",
         "order": f"{begun} batches are skipped that were trained on, but the dataset's order is",
+        "Keras's order": f"{begun} batches are skipped that were trained on, but Keras shuffles",
     }
     assert words[change] in caplog.text
     rest = {
         "batch size": BATCHES / 2,
         "workers": BATCHES,
         "order": BATCHES - begun,
+        "Keras's order": BATCHES - begun,
         "steps": 10,
         "an end": 50,
     }
@@ -233,6 +252,37 @@ def test_with_everything_the_data_go_back_to_the_checkpoint(cluster, tmp_path, k
     counts = counts_of(model)
     assert counts.sum() == 12 * BATCHES == checkpoint.open(callback.saved[-1].path).global_step
     assert np.abs(counts - 12).max() <= 2 and np.abs(counts - 12).sum() <= 2 * 2 * 8
+
+
+def test_a_generator_goes_on_where_it_is_when_everything_else_goes_back(cluster, tmp_path, caplog):
+    strategy = recsync.AsyncStrategy(cluster)
+    recsync.testing.set_compute_time(strategy, 0.01)
+    model = make_model(strategy)
+    callback = Waiting(tmp_path, every_steps=10, recovery="all")
+    lost = tf.DeviceSpec.from_string(model.variables[0]._value.device).task
+    late = 40  # From here on, batches are made after the loss.
+
+    class Kill(keras.callbacks.Callback):
+        has_killed = False
+
+        def on_train_batch_end(self, batch, logs=None):
+            if callback.saved and not self.has_killed:
+                self.has_killed = True
+                cluster.kill("ps", lost)
+                cluster.restart("ps", lost)
+
+    def made():
+        for number in range(BATCHES):
+            while number >= late and not callback.recoveries:
+                time.sleep(0.05)
+            yield np.array([[number]]), np.zeros((1, 1))
+
+    model.fit(made(), verbose=0, callbacks=[callback, Kill()])
+    assert callback.recoveries == 1
+    assert "What was trained on since the checkpoint is not trained on again." in caplog.text
+    counts = counts_of(model)
+    assert counts[late:].tolist() == [1] * (BATCHES - late)
+    assert counts.max() == 1
 
 
 class KillOnce(keras.callbacks.Callback):

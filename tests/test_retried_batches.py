@@ -1,6 +1,7 @@
 """Batches that are lost with a worker are trained on by others."""
 
 import contextlib
+import itertools
 import threading
 
 import keras
@@ -93,7 +94,7 @@ class Killing:
         self._lock = threading.Lock()
         self._has_killed = False
 
-    def _see(self, number) -> None:
+    def see(self, number) -> None:
         with self._lock:
             if number < 20 or self._has_killed:
                 return
@@ -106,7 +107,7 @@ class Killing:
         """The dataset, of whose batches it is told."""
 
         def passed(number, batch):
-            with tf.control_dependencies([tf.py_function(self._see, [number], [])]):
+            with tf.control_dependencies([tf.py_function(self.see, [number], [])]):
                 return tf.nest.map_structure(tf.identity, batch)
 
         return data.enumerate().map(passed)
@@ -190,6 +191,49 @@ def test_batches_that_can_not_be_found_again_are_dropped_with_one_warning(cluste
     losses = strategy.losses(model)
     assert losses.retried == 0
     assert counts_of(model).sum() >= 2 * BATCHES - losses.batches
+
+
+class Numbers(keras.utils.PyDataset):
+    """The batches, of which a function is told how many were made."""
+
+    def __init__(self, see):
+        super().__init__()
+        self._see = see
+        self._made = itertools.count()
+
+    def __len__(self):
+        return BATCHES
+
+    def __getitem__(self, number):
+        self._see(next(self._made))
+        return np.array([[number]]), np.ones((1, 1), np.float32)
+
+
+def test_what_keras_reads_in_order_is_found_again(cluster):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = make_model(strategy)
+    kill = Killing(cluster)
+    with compute_time(strategy, 0.01):
+        model.fit(Numbers(kill.see), shuffle=False, verbose=0)
+    assert strategy.losses(model).workers == 1
+    assert counts_of(model).min() == 1
+    check_all_are_done(model)
+
+
+@pytest.mark.parametrize("kind", ["PyDataset", "generator"])
+def test_what_keras_shuffles_or_can_not_begin_again_is_not_found_again(cluster, kind, caplog):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = make_model(strategy)
+    data, why = Numbers(Killing(cluster).see), "Keras shuffles a PyDataset anew each time"
+    if kind == "generator":
+        numbers, why = data, "a Python generator can't begin again"
+        data = (numbers[number] for number in range(BATCHES))
+    with compute_time(strategy, 0.01):
+        model.fit(data, verbose=0)
+    assert f"Batches that are lost with a worker will not be trained on: {why}" in caplog.text
+    losses = strategy.losses(model)
+    assert losses.workers == 1 and losses.retried == 0
+    assert counts_of(model).max() == 1
 
 
 def test_an_evaluation_counts_each_batch_once_though_a_worker_dies(cluster):

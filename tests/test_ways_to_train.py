@@ -292,3 +292,29 @@ def test_data_of_unknown_length_begin_anew_when_they_end(clusters, batches, by_w
     model = slope(run_eagerly=True)
     for own, other in zip(found, trained(make()), strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-6)
+
+
+class LossOfOutputs(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        assert y is None
+        return keras.ops.mean(keras.ops.square(y_pred))
+
+
+def test_each_batch_of_a_generator_counts_though_a_part_is_none(clusters):
+    inputs, _, weights = data()
+
+    def made():
+        for first in range(0, EXAMPLES, BATCH):
+            batch = slice(first, first + BATCH)
+            yield {name: inputs[name][batch] for name in ("id", "x")}, None, weights[batch]
+
+    def trained():
+        keras.utils.set_random_seed(1)
+        model = with_own(LossOfOutputs)
+        losses = [model.fit(made(), verbose=0).history["loss"][0] for _ in range(2)]
+        return *losses, model.evaluate(made(), verbose=0), model.predict(made(), verbose=0)
+
+    with recsync.AsyncStrategy(clusters.get(1, 1)).scope():
+        found = trained()
+    for own, other in zip(found, trained(), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4)

@@ -128,11 +128,15 @@ class Features:
                 bucket = tf.where(absent[:, i], tf.zeros_like(bucket), bucket + 1)
                 features[column.bucket_name] = bucket
         for cross in schema.crosses:
-            ids = tf.zeros_like(checks.where.codes)
-            for name in cross.columns:
-                ids = ids * self._sizes[name] + features[name]
+            parts = [features[name] for name in cross.columns]
+            if schema.has_numbers(cross):
+                ids = tf.zeros_like(checks.where.codes)
+                for name, part in zip(cross.columns, parts, strict=True):
+                    ids = ids * self._sizes[name] + part
+                parts = [ids]
             if cross.hash_buckets:
-                ids = tf.strings.to_hash_bucket_fast(tf.strings.as_string(ids), cross.hash_buckets)
+                text = tf.strings.join([tf.strings.as_string(part) for part in parts], ",")
+                ids = tf.strings.to_hash_bucket_fast(text, cross.hash_buckets)
             features[cross.name] = ids
         for column in schema.weighted:
             features[column.weights_name] = _ragged(*columns.weights[str(column.weights)])

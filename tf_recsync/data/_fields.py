@@ -40,6 +40,11 @@ class _Patterns:
         self.begins_quoted = f"(?s) *{quote}.*"
 
 
+def stripped(texts: Sequence[str]) -> tuple[str, ...]:
+    """Returns texts as readers compare them, without blanks around them."""
+    return tuple(text.strip(BLANKS) for text in texts)
+
+
 def split_line(line: str, separator: str, quotechar: str | None) -> list[str] | None:
     """Splits a line into its fields, without the blanks around them.
 

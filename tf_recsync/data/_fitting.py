@@ -22,27 +22,35 @@ _NAMED = 5  # Values of labels in a warning, at most.
 
 
 def first_line(path: str, separator: str, comment: str | None, quotechar: str | None) -> list[str]:
-    """Returns the fields of the first line of a file; none if that is not a row."""
+    """Returns the fields of the first line of a file, as the names of columns.
+
+    Raises:
+        ValueError: If it is blank or a comment, or malformed; the message names the file.
+    """
     with _text.open_text(path) as stream:
         line = stream.readline()
     if _text.is_ignored(line, comment):
-        return []
-    where = f"{path}, line 1"
-    fields = _fields.split_line(_decoded(line, where), separator, quotechar)
-    if fields is None:
-        raise ValueError(f"malformed row in {where}: {_fields.UNCLOSED}")
+        raise ValueError(
+            f"The first line of {path} is blank or a comment; it must have the columns' names."
+        )
+    fields = _split(line, f"{path}, line 1", separator, quotechar)
     # Readers only count it, so that names may have no white space of any kind around them.
     return [field.strip() for field in fields]
 
 
-def _decoded(line: bytes, where: str) -> str:
+def _split(line: bytes, where: str, separator: str, quotechar: str | None) -> list[str]:
+    """Returns the fields of a line; a ValueError says where it is malformed."""
     try:
-        return line.decode()
+        text = line.decode()
     except UnicodeDecodeError as error:
         raise ValueError(
             f"malformed row in {where}: is not UTF-8 ({error}); convert the file, for example with "
             "iconv"
         ) from error
+    fields = _fields.split_line(text, separator, quotechar)
+    if fields is None:
+        raise ValueError(f"malformed row in {where}: {_fields.UNCLOSED}")
+    return fields
 
 
 def read_values(
@@ -108,10 +116,7 @@ def _rows(files: Sequence[str], layout: Schema) -> Iterator[tuple[str, list[str]
                 if number <= header or _text.is_ignored(line, layout.comment):
                     continue
                 where = f"{path}, line {number}"
-                text = _decoded(line, where)
-                fields = _fields.split_line(text, layout.separator, layout.quotechar)
-                if fields is None:
-                    raise ValueError(f"malformed row in {where}: {_fields.UNCLOSED}")
+                fields = _split(line, where, layout.separator, layout.quotechar)
                 count, expected = len(fields), len(layout.columns)
                 if count != expected:
                     column = [*layout.columns, expected + 1][min(count, expected)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import json
 from collections.abc import Iterable, Sequence
 from types import ModuleType
@@ -96,7 +97,8 @@ def inspect(path: str, schema: Schema) -> ParquetFile:
                     f"has {columns.names}."
                 )
             found = columns.field(places[0]).type
-            if not fits(pa.types, found):
+            is_needed = name in (*schema.labels, schema.weight, schema.timestamp)
+            if (is_needed and pa.types.is_null(found)) or not fits(pa.types, found):
                 raise ValueError(
                     f"The column {name!r} of the file {path!r} has the type {found}; it must have "
                     f"{what}."
@@ -109,7 +111,8 @@ def inspect(path: str, schema: Schema) -> ParquetFile:
 
 def _is_number(types: Any, found: pa.DataType) -> bool:
     return (
-        types.is_integer(found)
+        types.is_null(found)  # All values are missing, and what wrote the file knew no other type.
+        or types.is_integer(found)
         or types.is_floating(found)
         or types.is_decimal(found)
         or types.is_boolean(found)
@@ -146,7 +149,7 @@ def _is_list(fits: Any) -> Any:
             is_kind(found)
             for is_kind in (types.is_list, types.is_large_list, types.is_fixed_size_list)
         )
-        return is_list and fits(types, found.value_type)
+        return types.is_null(found) or (is_list and fits(types, found.value_type))
 
     return fits_list
 
@@ -331,6 +334,8 @@ def _texts(pa: ModuleType, values: pa.Array) -> list[np.ndarray]:
     texts = values.dictionary
     if pa.types.is_floating(texts.type):
         different = [_text_of_float(value) for value in texts.to_numpy(zero_copy_only=False)]
+    elif pa.types.is_decimal(texts.type):
+        different = [_text_of_decimal(value) for value in texts.to_pylist()]
     else:
         if not _is_text(pa.types, texts.type):
             texts = texts.cast(pa.string())
@@ -356,10 +361,19 @@ def _text_of_float(value: np.floating) -> bytes:
     return text.encode()
 
 
+def _text_of_decimal(value: decimal.Decimal | None) -> bytes:
+    """Returns a number's text without zeros at its end, as if it were a float; empty for None."""
+    if value is None:
+        return b""
+    whole, _, decimals = f"{value:f}".partition(".")
+    decimals = decimals.rstrip("0")
+    return f"{whole}.{decimals}".encode() if decimals else whole.encode()
+
+
 def _flat(pa: ModuleType, lists: pa.Array) -> tuple[pa.Array, np.ndarray]:
     """Returns the values of all lists, and int64 row splits."""
-    if not len(lists):
-        return pa.nulls(0), np.zeros(1, np.int64)
+    if pa.types.is_null(lists.type):
+        return pa.nulls(0), np.zeros(len(lists) + 1, np.int64)
     lengths = pa.compute.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
     return lists.flatten(), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 

@@ -96,10 +96,13 @@ def find_files(path: Paths, argument: str = "path") -> list[str]:
 
     Raises:
         ValueError: If it is no path.
-        FileNotFoundError: If there is no such file; the message names the path.
+        FileNotFoundError: If there is no such file, or no path; the message names the path.
     """
     if isinstance(path, Iterable) and not isinstance(path, str | bytes | os.PathLike):
-        return [name for one in path for name in find_files(one, argument)]
+        files = [name for one in path for name in find_files(one, argument)]
+        if not files:
+            raise FileNotFoundError(f"{argument}=[]: names no file; it must name at least one.")
+        return files
     path = checked_path(path, argument, "file or a folder")
     if os.path.isfile(path):
         return [path]

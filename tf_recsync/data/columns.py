@@ -5,6 +5,7 @@ import itertools
 from numbers import Real
 
 from tf_recsync._checks import check_bool, check_text, integer, list_of, number, plain_values
+from tf_recsync.data import _fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,8 @@ class CategoricalColumn:
 
     Args:
         name: The column.
-        vocabulary: The known values, without duplicates. Default empty.
+        vocabulary: The known values, without duplicates; spaces around them do not count. Default
+            empty.
         hash_buckets: Number of ids, at least 2; 0 (the default) with a vocabulary.
         multi_hot: Whether a row has any number of categories, none included. Default False. The
             feature is then a `tf.RaggedTensor` `[batch, None]`. Parquet and TFRecord have a list
@@ -110,7 +112,8 @@ class CategoricalColumn:
         check_text("name", self.name)
         of = f"of column {self.name!r}"
         check_bool(f"multi_hot {of}", self.multi_hot)
-        object.__setattr__(self, "vocabulary", list_of(f"vocabulary {of}", self.vocabulary, str))
+        words = _fields.stripped(list_of(f"vocabulary {of}", self.vocabulary, str))
+        object.__setattr__(self, "vocabulary", words)
         integer(f"hash_buckets {of}", self.hash_buckets, 0)
         if bool(self.vocabulary) == bool(self.hash_buckets) or self.hash_buckets == 1:
             raise ValueError(
@@ -143,10 +146,14 @@ class CategoricalColumn:
 class CrossedColumn:
     """The combination of categorical features as a feature of its own, named `a_x_b`.
 
+    The number of a combination is `id of a * size of b + id of b`, and so on with more columns.
+    With `hash_buckets`, the id is the fingerprint of the number's text, `mod hash_buckets`. Where
+    there are more than 2**63 combinations, it is that of the ids' texts with commas between them.
+
     Args:
         columns: Names of at least two categorical features, `<name>_bucket` included.
         hash_buckets: Number of ids that the combinations are hashed to; 0 (the default) numbers
-            all of them without collisions.
+            all of them without collisions, if there are at most 2**63.
 
     Raises:
         ValueError: If there are fewer than two columns or `hash_buckets` is negative.

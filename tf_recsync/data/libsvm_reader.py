@@ -82,8 +82,11 @@ def _label(field: bytes, where: str) -> float:
 
 def _pair(field: bytes, where: str) -> tuple[int, float]:
     index, _, value = field.partition(b":")
+    shown = field.decode(errors="replace")
     try:
-        return int(index), float(value)
+        pair = int(index), float(value)
     except ValueError:
-        shown = field.decode(errors="replace")
         raise ValueError(f"{where}: {shown!r} must be index:value.") from None
+    if not abs(pair[1]) <= float(np.finfo(np.float32).max):
+        raise ValueError(f"{where}: the value of {shown!r} must be a finite float32.")
+    return pair

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from tf_recsync._checks import (
     list_of,
     plain_values,
 )
-from tf_recsync.data import _fitting, _records, _spec, _text
+from tf_recsync.data import _fields, _fitting, _records, _spec, _text
 from tf_recsync.data.columns import CategoricalColumn, CrossedColumn, NumericColumn
 
 _COLUMN_KINDS = {
@@ -35,9 +36,10 @@ _COLUMN_KINDS = {
 class Schema:
     """What the columns of CSV, Parquet and TFRecord files are.
 
-    Spaces around a text do not count. An empty text and one equal to `missing` are missing, and in
-    Parquet and TFRecord what has no value, and a number that is NaN. Labels and categories are
-    compared and hashed as texts, also where a file has numbers: 7 is the same category as `"7"`.
+    Spaces around a text do not count, in files and in what is given here. An empty text and one
+    equal to `missing` are missing, and in Parquet and TFRecord what has no value, and a number that
+    is NaN. Labels and categories are compared and hashed as texts, also where a file has numbers: 7
+    is the same category as `"7"`.
 
     A field of a CSV file that begins with a quotation mark ends with the next one and may have
     separators in it, and quotation marks if they are doubled, as in Python's `csv`; it cannot hold
@@ -75,8 +77,9 @@ class Schema:
         ValueError: If a column is neither in `columns` nor in `partitions` or is in both,
             there is no label, `positive` is empty, values of the label or names are no texts, or
             one text in place of several, a column is described by another kind of object, a
-            feature name is used twice, a cross or `partitions` have a multi-hot column, the
-            separator is blank or `quotechar` is not one character.
+            feature name is used twice, a cross or `partitions` have a multi-hot column, a cross
+            without `hash_buckets` has more than 2**63 combinations, the separator is blank or
+            `quotechar` is not one character.
 
     Example:
         >>> schema = Schema(
@@ -119,6 +122,11 @@ class Schema:
         for argument, kind in kinds.items():
             # Lists would make a schema differ from its copy that was saved, and can't be hashed.
             object.__setattr__(self, argument, list_of(argument, getattr(self, argument), kind))
+        for argument in ("positive", "negative", "missing"):
+            texts = getattr(self, argument)
+            is_one = isinstance(texts, str)
+            found = _fields.stripped([texts] if is_one else texts)
+            object.__setattr__(self, argument, found[0] if is_one else found)
         check_text("separator", self.separator)
         for argument in ("comment", "weight", "timestamp"):
             if getattr(self, argument) is not None:
@@ -162,6 +170,11 @@ class Schema:
             for name in cross.columns:
                 if name not in names:
                     raise ValueError(f"crosses: {name!r} must be one of the features {names}.")
+            if not cross.hash_buckets and not self.has_numbers(cross):
+                raise ValueError(
+                    f"hash_buckets=0 of cross {cross.name!r}: must be above 0, as there are "
+                    f"{self._combinations(cross)} combinations, more than 2**63."
+                )
         names += [c.name for c in (*self.crosses, *self.multi_hot)]
         names += [c.weights_name for c in self.weighted]
         for name, count in Counter(names).items():
@@ -223,13 +236,9 @@ class Schema:
     @property
     def spec(self) -> _spec.FeatureSpec:
         """The names and sizes of the features."""
-        sizes = {column.name: column.size for column in self.categorical}
-        for column in self.numeric:
-            if column.boundaries:
-                sizes[column.bucket_name] = len(column.boundaries) + 2
+        sizes = self._sizes
         for cross in self.crosses:
-            combinations = int(np.prod([sizes[name] for name in cross.columns], dtype=object))
-            sizes[cross.name] = cross.hash_buckets or combinations
+            sizes[cross.name] = cross.hash_buckets or self._combinations(cross)
         return _spec.FeatureSpec(
             tuple(column.name for column in self.numeric),
             sizes,
@@ -238,6 +247,23 @@ class Schema:
             labels=() if isinstance(self.label, str) else self.labels,
             has_weight=self.weight is not None,
         )
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """The numbers of ids of the categorical features that are no crosses."""
+        sizes = {column.name: column.size for column in self.categorical}
+        for column in self.numeric:
+            if column.boundaries:
+                sizes[column.bucket_name] = len(column.boundaries) + 2
+        return sizes
+
+    def _combinations(self, cross: CrossedColumn) -> int:
+        sizes = self._sizes
+        return math.prod(sizes[name] for name in cross.columns)
+
+    def has_numbers(self, cross: CrossedColumn) -> bool:
+        """Returns whether each combination of ids has a number, which an int64 holds."""
+        return self._combinations(cross) <= 2**63
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the schema to a file, for programs that read rows of the same columns later.
@@ -436,11 +462,17 @@ class Schema:
             path: The file, plain or gzip.
 
         Raises:
-            ValueError: If `header` is True and the first line is not that of `columns`.
+            ValueError: If `header` is True and the first line is not that of `columns`; the message
+                names the file.
         """
         if self.header is False:
             return 0
-        found = tuple(_fitting.first_line(path, self.separator, self.comment, self.quotechar))
+        try:
+            found = tuple(_fitting.first_line(path, self.separator, self.comment, self.quotechar))
+        except ValueError:
+            if self.header:
+                raise
+            return 0  # Who reads it as a row says what is wrong with it.
         if self.header and found != self.columns:
             raise ValueError(
                 f"The file {path!r} begins with {found}; the header must be {self.columns}."
@@ -451,7 +483,8 @@ class Schema:
         """Returns the same schema with the columns that the first line of a CSV file names.
 
         Raises:
-            ValueError: If columns that the schema names are not among them.
+            ValueError: If columns that the schema names are not among them, or the line is blank, a
+                comment or malformed.
         """
         names = _fitting.first_line(path, self.separator, self.comment, self.quotechar)
         return dataclasses.replace(self, columns=tuple(names), header=True)

@@ -33,6 +33,24 @@ from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
 
 
+def without_optionals(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """A dataset with None in place of optionals, which Keras makes of a generator's None.
+
+    Keras converts them in each step, but those of workers are this package's.
+    """
+    spec = dataset.element_spec
+    if not any(isinstance(part, tf.OptionalSpec) for part in tf.nest.flatten(spec)):
+        return dataset
+
+    def converted(*parts):
+        parts = tf.nest.map_structure(
+            lambda part: None if isinstance(part, tf.experimental.Optional) else part, parts
+        )
+        return parts if isinstance(spec, tuple) else parts[0]
+
+    return making_functions(lambda: dataset.map(converted))
+
+
 class DistributedDataset:
     """What a strategy makes of a user's dataset: its batches, one worker each.
 
@@ -57,6 +75,9 @@ class DistributedDataset:
             found again.
         given: what the user gave, by which passes are counted; None: that is `dataset`.
         pass_length: the batches of a pass where Keras knows them, or None.
+        is_shuffled: whether Keras shuffles it anew each time that it begins.
+        first_batches: gives the first batches of a Python generator, which can't begin again; None
+            if the dataset comes from something else.
     """
 
     def __init__(
@@ -77,6 +98,8 @@ class DistributedDataset:
         retries: bool = False,
         given: tf.data.Dataset | None = None,
         pass_length: int | None = None,
+        is_shuffled: bool = False,
+        first_batches: Callable[[], Iterator[Any]] | None = None,
     ):
         self.is_over = is_over
         self.is_validation = is_validation
@@ -91,6 +114,8 @@ class DistributedDataset:
         self.steps_per_epoch = steps_per_epoch
         self._length = length
         self._pass_length = pass_length
+        self._is_shuffled = is_shuffled
+        self._first_batches = first_batches
         self.batch_size = batch_size
         self.start_predict = start_predict
         self._cluster = cluster
@@ -100,15 +125,33 @@ class DistributedDataset:
         self._is_checked = False  # By `check_retries`.
         self._is_position_checked = False
 
-    @functools.cached_property
+    @property
     def why_not_found_again(self) -> str:
         """Why batches that are lost can't be made once more; "" if they can."""
+        if self._first_batches is not None:
+            return (
+                "a Python generator can't begin again: give a tf.data.Dataset or a "
+                "keras.utils.PyDataset"
+            )
+        return self._why_not_numbered
+
+    @functools.cached_property
+    def _why_not_numbered(self) -> str:
+        """Why a batch's number does not say which one it is; "" if it does."""
         if self.readers > 1 and self._why_indivisible:
             return (
                 "of several readers each reads what nobody else has begun, as the dataset can't be "
                 f"divided in an order of its own: {self._why_indivisible}; use one reader, or have "
                 "workers make their datasets"
             )
+        return self._why_other_order
+
+    @functools.cached_property
+    def _why_other_order(self) -> str:
+        """Why the batches may come in another order when the dataset begins again; "" if it is
+        the same one, as far as that shows."""
+        if self._is_shuffled:
+            return "Keras shuffles a PyDataset anew each time: call fit with shuffle=False"
         if reshuffling.has_any_order(self.dataset):
             return (
                 "the dataset's order is another one each time: give shuffle a seed, or call "
@@ -132,6 +175,11 @@ class DistributedDataset:
         ones."""
         return self.readers <= 1 or self.is_numbered
 
+    @property
+    def can_go_back(self) -> bool:
+        """Whether a pass can begin once more where it was."""
+        return self.keeps_positions and self._first_batches is None
+
     def parts_at(self, position: DataPosition | None = None) -> int:
         """In how many parts the batches of a pass have numbers.
 
@@ -147,7 +195,7 @@ class DistributedDataset:
         """Whether the workers' batches are pairs of a number and a batch."""
         if self.start_predict is not None:
             return True  # Predictions go back into the order of the data by their numbers.
-        return self._shall_retry and self._apart is None and not self.why_not_found_again
+        return self._shall_retry and self._apart is None and not self._why_not_numbered
 
     @property
     def retries(self) -> bool:
@@ -192,7 +240,7 @@ class DistributedDataset:
 
     @property
     def _why_no_position(self) -> str:
-        return self.why_not_found_again or (
+        return self._why_not_numbered or (
             'of several readers it is known which batches are done with on_batch_lost="retry"'
         )
 
@@ -291,15 +339,11 @@ class DistributedDataset:
 
     def check_order(self, position: DataPosition) -> None:
         """Warns if what is skipped up to a position need not be what was trained on."""
-        is_other = reshuffling.has_any_order(self.dataset)
-        if self._apart is not None:
-            # Workers count the passes of the pipelines that they have.
-            is_other = is_other or reshuffling.is_reshuffled(self.dataset)
-        if is_other and position.batches:
+        if self._why_other_order and position.batches:
             logging.warning(
-                "%d batches are skipped that were trained on, but the dataset's order is another "
-                "one each time: give shuffle a seed, or call keras.utils.set_random_seed.",
+                "%d batches are skipped that were trained on, but %s.",
                 position.batches,
+                self._why_other_order,
             )
 
     def shared(
@@ -320,7 +364,7 @@ class DistributedDataset:
         if position.batches or reshuffling.is_reshuffled(self.dataset):
             return self._register(number, position.prefix, position.done, parts), number
         if self._registered is None:
-            kind = self.is_numbered
+            kind = (self.is_numbered, self.readers)
             self._registered = self._registrations.find(
                 self._cluster, self.dataset, kind, self._reader_timeout
             )
@@ -385,6 +429,10 @@ class DistributedDataset:
 
     def local_batches(self) -> Iterator[Any]:
         """Batches in this process, for Keras to see what they look like; at least one."""
+        if self._first_batches is not None:
+            # A pipeline takes more of the generator than it gives, and nobody would train on that.
+            yield from self._first_batches()
+            return
         # An iterator is put where its dataset is; one made before the cluster was connected is
         # on a device that has another name now.
         is_empty = True

@@ -9,7 +9,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
 import keras
@@ -30,7 +30,7 @@ from tf_recsync.strategies import (
     worker_functions,
 )
 from tf_recsync.strategies.checks import OnBatchLost
-from tf_recsync.strategies.distributed_dataset import DistributedDataset
+from tf_recsync.strategies.distributed_dataset import DistributedDataset, without_optionals
 from tf_recsync.strategies.extended import Extended
 from tf_recsync.strategies.measured_staleness import measured_staleness
 from tf_recsync.strategies.model_variables import OnServers
@@ -196,6 +196,7 @@ class FitStrategy(tf.distribute.Strategy):
         _check_options(options)
         if isinstance(dataset, tf.data.Dataset):
             checks.check_is_batched(dataset)
+            dataset = without_optionals(dataset)
         caller = _keras_caller()
         if caller.model is not None:
             self.attach(caller.model)
@@ -209,6 +210,9 @@ class FitStrategy(tf.distribute.Strategy):
             apart, dataset = dataset, dataset.first()
         verb, steps, given = caller.verb, caller.steps, caller.arguments.get("x")
         pass_length = caller.pass_length
+        # Keras shuffles what it knows the length of.
+        is_shuffled = isinstance(given, keras.utils.PyDataset) and pass_length is not None
+        is_shuffled = is_shuffled and bool(caller.arguments.get("shuffle"))
         in_order = apart is None and steps is not None and verb not in (None, "fit")
         if in_order:
             # The first batches, whichever workers they go to.
@@ -234,6 +238,8 @@ class FitStrategy(tf.distribute.Strategy):
             # With class_weight Keras makes another dataset of it in each call.
             given if isinstance(given, tf.data.Dataset) else None,
             pass_length,
+            is_shuffled,
+            caller.first_batches if inspect.isgenerator(given) else None,
         )
         if verb == "fit" and caller.model is not None:
             # Callbacks may need the placement before the first step.
@@ -664,6 +670,7 @@ class _Caller:
         length: the steps of an epoch where Keras knows them, or None.
         pass_length: the batches of the data where Keras knows them, or None.
         batch_size: the examples of a batch where Keras knows them, or None.
+        first_batches: gives batches from the beginning, those first that Keras has looked at.
         arguments: what Keras makes its epoch iterator of.
         is_over: whether that call has ended, in whatever way.
     """
@@ -674,6 +681,7 @@ class _Caller:
     length: int | None = None
     pass_length: int | None = None
     batch_size: int | None = None
+    first_batches: Callable[[], Iterator[Any]] | None = None
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_over: Callable[[], bool] = lambda: False
 
@@ -719,6 +727,7 @@ def _keras_caller() -> _Caller:
                 length=caller.num_batches,
                 pass_length=caller.data_adapter.num_batches,
                 batch_size=caller.data_adapter.batch_size,
+                first_batches=caller.data_adapter.get_numpy_iterator,
                 arguments=frame.f_locals.get("kwargs", {}),
             )
         verb = frame.f_code.co_name

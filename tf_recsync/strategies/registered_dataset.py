@@ -23,6 +23,9 @@ from tf_recsync.synchronization.remote_values import on_worker
 _REFRESH_MILLISECONDS = 50  # How often a worker asks whether a pass has ended.
 _MOST_KEPT = 8  # Datasets; each has threads of its own in this process.
 
+# Whether the batches of what is registered have numbers, and in how many readers it runs.
+Kind = tuple[bool, int]
+
 
 def register(
     cluster: Cluster,
@@ -222,28 +225,28 @@ class Registrations:
 
     def __init__(self):
         self._lock = threading.Lock()
-        # By the dataset, the one used last at the end, and by whether its batches have numbers. No
-        # callback of ours: it might run while this thread has the lock. Guarded by _lock.
-        self._kept: weakref.WeakKeyDictionary[tf.data.Dataset, dict[bool, RegisteredDataset]] = (
+        # By the dataset, the one used last at the end, and by the kind. No callback of ours: it
+        # might run while this thread has the lock. Guarded by _lock.
+        self._kept: weakref.WeakKeyDictionary[tf.data.Dataset, dict[Kind, RegisteredDataset]] = (
             weakref.WeakKeyDictionary()
         )
 
     def find(
-        self, cluster: Cluster, dataset: tf.data.Dataset, is_numbered: bool, reader_timeout: float
+        self, cluster: Cluster, dataset: tf.data.Dataset, kind: Kind, reader_timeout: float
     ) -> RegisteredDataset | None:
         """What is registered of a dataset; None if nothing is, or its service has forgotten it.
 
         Args:
             cluster: the cluster.
             dataset: the user's.
-            is_numbered: whether its batches have numbers.
+            kind: what `add` was told.
             reader_timeout: seconds to wait for the first reader.
 
         Raises:
             RuntimeError: if the first reader does not answer.
         """
         with self._lock:
-            registered = self._kept.get(dataset, {}).get(is_numbered)
+            registered = self._kept.get(dataset, {}).get(kind)
             if registered is None:
                 return None
             self._kept[dataset] = self._kept.pop(dataset)
@@ -251,12 +254,12 @@ class Registrations:
             return None
         return registered
 
-    def add(self, dataset: tf.data.Dataset, is_numbered: bool, registered: RegisteredDataset):
+    def add(self, dataset: tf.data.Dataset, kind: Kind, registered: RegisteredDataset):
         """Keeps what is registered of a dataset, unless it might be another one the next time."""
         if _has_resources(dataset):
             return
         with self._lock:
-            self._kept[dataset] = {**self._kept.pop(dataset, {}), is_numbered: registered}
+            self._kept[dataset] = {**self._kept.pop(dataset, {}), kind: registered}
             for oldest in list(self._kept)[:-_MOST_KEPT]:
                 del self._kept[oldest]
 

@@ -284,7 +284,7 @@ class TrainFunction(Steps):
             return  # It had not begun.
         failed = iterator.failed
         # Keras can't be told to begin an epoch again that is over.
-        is_over = self._target >= self._epoch_end or not iterator.distributed.keeps_positions
+        is_over = self._target >= self._epoch_end or not iterator.distributed.can_go_back
         if position is not None and (is_over or not self._is_of_pass(position)):
             self._tell_of_loss(position)
             position = None
