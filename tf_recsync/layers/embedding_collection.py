@@ -194,9 +194,8 @@ class EmbeddingCollection(keras.layers.Layer):
         self._first_values = {table.name: first_values(table) for table in tables}
         self._has_keys = any(table.keys for table in tables)
         _check_keys(tables, self._first_values)
-        if self._has_keys:
-            # Keras compiles steps in one process with XLA if all layers allow it.
-            self.supports_jit = False
+        # Keras compiles steps in one process with XLA if all layers allow it.
+        self.supports_jit = not self._refusal_of_xla()
         self._physical: tuple = ()
         self._variables: list[keras.Variable] = []
         self._plan: PlacementPlan | None = None
@@ -483,13 +482,10 @@ class EmbeddingCollection(keras.layers.Layer):
         pulled = all(hasattr(value, "look_up") for value in values)
         # Stock ops alone: an exported model serves without this package.
         plain = not pulled and (in_xla_context() or not training)
+        if plain and in_xla_context() and (refusal := self._refusal_of_xla()):
+            raise ValueError(f"layer {self.name}: {refusal}")
         if self._has_keys and not pulled:
             plain = entries_are_sorted()
-            if in_xla_context():
-                raise ValueError(
-                    f"layer {self.name} has a table with keys='any', which XLA can't compile: "
-                    "compile the model with jit_compile=False"
-                )
         ways = [(self._routes, features)] if self._returned or self._beside else []
         ways += [
             (routes, {f.name: sequences.singles(features[f.name])})
@@ -513,6 +509,22 @@ class EmbeddingCollection(keras.layers.Layer):
             vectors = sequences.arrange(vectors, features[feature.name])
             found[feature.name] = tf.cast(vectors, self.compute_dtype)
         return {name: found[name] for name, _ in self._outputs()}
+
+    def _refusal_of_xla(self) -> str:
+        """Why XLA may not compile lookups; "" if it may."""
+        if self._has_keys:
+            return (
+                "it has a table with keys='any', which XLA can't compile: compile the model with "
+                "jit_compile=False"
+            )
+        # XLA leaves checks out, and such ids would name rows of other tables.
+        unchecked = [f.name for f in self._feature_configs if f.out_of_range == "error"]
+        if unchecked:
+            return (
+                f"the features {unchecked} have out_of_range='error', and XLA raises no errors: "
+                "it must be 'clip' or 'hash', or compile the model with jit_compile=False"
+            )
+        return ""
 
     def _with_rows(
         self, routes: list[Routes], routed: list[Routed], values: Sequence[Any], inserts: bool
