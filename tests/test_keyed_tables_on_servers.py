@@ -361,6 +361,30 @@ def test_a_table_with_keys_that_nobody_trains_is_refused(cluster):
         model.fit(dataset(KEYS), verbose=0)
 
 
+def test_models_that_share_a_table_with_keys_do_not_train_it_by_turns(cluster):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = model_of(strategy)
+    with strategy.scope():
+        other = keras.Model(model.inputs, model.outputs)
+        other.compile(sgd(), loss=lambda y, p: p)
+    expected = first_scores(KEYS)
+    model.fit(dataset(KEYS), verbose=0)
+    np.testing.assert_allclose(scores(other, KEYS), expected - 0.5, rtol=1e-4)
+    model.fit(dataset(OTHERS), verbose=0)  # New keys; the other one has only predicted.
+    other.fit(dataset(KEYS), verbose=0)
+    refused = pytest.raises(ValueError, match="'users'.* another model's optimizer has trained it")
+    with refused:
+        model.fit(dataset(KEYS), verbose=0)
+    np.testing.assert_allclose(scores(model, KEYS), expected - 1.0, rtol=1e-4)
+    with strategy.scope():
+        model.compile(sgd(), loss=lambda y, p: p)
+    model.fit(dataset(KEYS), verbose=0)
+    with refused:
+        other.fit(dataset(KEYS), verbose=0)
+    np.testing.assert_allclose(scores(other, KEYS), expected - 1.5, rtol=1e-4)
+    np.testing.assert_allclose(scores(model, OTHERS), first_scores(OTHERS) - 0.5, rtol=1e-4)
+
+
 class Regularized(keras.Model):
     """A model whose own step has a loss of all rows of its tables."""
 

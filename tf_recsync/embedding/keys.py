@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -153,6 +154,8 @@ class KeyedRows:
         self._means = [add("key_mean", passed, "float64")] if config.unknown == "mean" else []
         self._table: keras.Variable | None = None
         self.state: Any = None
+        # The states that it was trained with, one after the other.
+        self._trained: list[weakref.ref] = []
 
     def attach(self, table: keras.Variable) -> None:
         """Lies beside a variable from now on, as `table.keyed`."""
@@ -161,6 +164,28 @@ class KeyedRows:
         for variable in self.variables:
             variable.beside_table = table
         self.entries.rows_changed = self.forget_index
+
+    def train_with(self, state: Any) -> None:
+        """What an optimizer keeps beside the rows begins anew with a row's next key from now on.
+
+        Args:
+            state: the optimizer's state of the table.
+
+        Raises:
+            ValueError: if another one has trained the table since this one did, and may have given
+                rows to other keys.
+        """
+        trained = [found() for found in self._trained]
+        if any(state is earlier for earlier in trained[:-1]):
+            raise ValueError(
+                f"table {self.table!r} has keys='any', and another model's optimizer has trained "
+                "it since this model's did, which does not know to which keys rows were given "
+                "since: compile this model again, so that its optimizer begins anew, or train both "
+                "as one model"
+            )
+        if not trained or state is not trained[-1]:
+            self._trained.append(weakref.ref(state))
+        self.state = state
 
     @property
     def variables(self) -> list[keras.Variable]:
