@@ -362,13 +362,19 @@ def row_bytes(dimension: int, dtype: str, slots: int = 0, overhead: int = 0) -> 
     return dimension * (_BYTES_PER_ELEMENT[dtype] + slots * _BYTES_PER_SLOT_ELEMENT) + overhead
 
 
-def check_memory_arguments(memory_limit: int | None, slots: int, overhead: int) -> None:
-    """Raises ValueError unless these arguments of planner and layer are in range."""
+def checked_memory_limit(memory_limit: float | None, slots: int, overhead: int) -> int | None:
+    """The bytes of a server, of these arguments of planner and layer; None if they are no limit.
+
+    Raises:
+        ValueError: If one of them is out of range.
+    """
     check_at_least("bytes_per_row_overhead", overhead, 0)
     check_at_least("slots", slots, 0)
-    if memory_limit is not None:
-        allowed = "None or a number of bytes, at least 1"
-        number("memory_limit", memory_limit, least=1, infinite=True, allowed=allowed)
+    if memory_limit is None:
+        return None
+    allowed = "None or a number of bytes, at least 1"
+    limit = number("memory_limit", memory_limit, least=1, infinite=True, allowed=allowed)
+    return None if limit == math.inf else math.floor(limit)
 
 
 def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> None:

@@ -22,7 +22,7 @@ from tf_recsync.embedding.config import (
     FeatureConfig,
     TableConfig,
     check_configs,
-    check_memory_arguments,
+    checked_memory_limit,
     sharing_optimizers,
     trained_together,
     with_optimizers_of,
@@ -171,7 +171,7 @@ class EmbeddingCollection(keras.layers.Layer):
         check_bool("concatenate", concatenate)
         check_configs(tables, features)
         tables = sharing_optimizers(tables)
-        check_memory_arguments(memory_limit, slots, bytes_per_row_overhead)
+        memory_limit = checked_memory_limit(memory_limit, slots, bytes_per_row_overhead)
         widths = result_widths(interactions, tables, features)
         self._interactions = tuple(zip(interactions, widths, strict=True))
         self._returned_features = returned_features
