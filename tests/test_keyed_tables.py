@@ -846,15 +846,16 @@ def test_a_file_of_a_table_with_keys_is_not_read_into_one_without_nor_the_other_
 
 
 def test_names_with_slashes_are_names_of_tables_with_keys_and_those_of_files_are_not():
-    def layer_of(*names):
-        tables = [TableConfig(name, 9, 2, keys="any") for name in names]
+    def layer_of(*names, keys="any"):
+        tables = [TableConfig(name, 9, 2, keys=keys) for name in names]
         return EmbeddingCollection(tables, [FeatureConfig(name, name) for name in names])
 
     layer = layer_of("a/b")
     layer({"a/b": tf.constant([1, 2])}, training=True)
     assert layer.key_counts()["a/b"].used == 2
-    with pytest.raises(ValueError, match="'a:keys': files have the keys of table 'a' by this name"):
-        layer_of("a", "a:keys")
+    for keys in ("any", None):
+        with pytest.raises(ValueError, match="tables 'a' and 'a:keys': files would have something"):
+            layer_of("a", "a:keys", keys=keys)
 
 
 def test_keras_s_own_export_works_where_this_package_is(tmp_path):

@@ -400,12 +400,15 @@ def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfi
         raise ValueError("features=[]: there must be at least one feature.")
     _check_unique("features", [feature.name for feature in features])
     names = [table.name for table in tables]
-    for table in tables:
-        if table.keys and f"{table.name}:keys" in names:
-            raise ValueError(
-                f"table {table.name + ':keys'!r}: files have the keys of table {table.name!r} by "
-                "this name; give it another one."
-            )
+    in_files: dict[str, str] = {}
+    for name in names:
+        for own in (name_in_files(name), name_in_files(keys_of(name))):
+            other = in_files.setdefault(own, name)
+            if other != name:
+                raise ValueError(
+                    f"tables {other!r} and {name!r}: files would have something of both by the "
+                    f"name {own!r}; give one of them another name."
+                )
     for feature in features:
         if feature.table not in names:
             raise ValueError(
@@ -430,6 +433,16 @@ def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfi
                 f"table {name!r}: none of the features {[feature.name for feature in features]} "
                 "is looked up in it; remove the table or give it a feature."
             )
+
+
+def keys_of(table: str) -> str:
+    """By which name a layer saves the keys of a table."""
+    return f"{table}:keys"
+
+
+def name_in_files(name: str) -> str:
+    """By which name a file of weights has something; a slash would begin a group there."""
+    return name.replace("/", "|")
 
 
 def sharing_optimizers(tables: Sequence[TableConfig]) -> list[TableConfig]:

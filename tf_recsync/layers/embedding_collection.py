@@ -23,6 +23,8 @@ from tf_recsync.embedding.config import (
     TableConfig,
     check_configs,
     checked_memory_limit,
+    keys_of,
+    name_in_files,
     sharing_optimizers,
     trained_together,
     with_optimizers_of,
@@ -627,13 +629,18 @@ class EmbeddingCollection(keras.layers.Layer):
     def save_own_variables(self, store):
         """Saves the tables by their names, so that they can be loaded on other servers."""
         for name, rows in self._saved_rows().items():
-            rows.save(store, name)
+            rows.save(store, name_in_files(name))
 
     def load_own_variables(self, store):
         tables = self._saved_rows()
-        saved = {name: saved_array(store, name) for name in tables if name in store}
+
+        def found_as(name: str) -> str | None:
+            # Files of development versions may have a slash.
+            return next((own for own in (name_in_files(name), name) if own in store), None)
+
+        saved = {n: saved_array(store, own) for n in tables if (own := found_as(n)) is not None}
         for name, table in self._by_name.items():
-            if (f"{name}:keys" in store) != bool(table.keys):
+            if (found_as(keys_of(name)) is not None) != bool(table.keys):
                 there, here = ("none", "keys='any'") if table.keys else ("keys='any'", "none")
                 raise ValueError(
                     f"table {name!r} of layer {self.name!r}: the saved one has {there}, this one "
@@ -651,7 +658,7 @@ class EmbeddingCollection(keras.layers.Layer):
 
     def _saved_rows(self) -> dict[str, TableRows]:
         """What is saved, by name: the rows of tables, and their keys."""
-        keys = {f"{name}:keys": TableRows(own) for name, own in self._key_shards().items()}
+        keys = {keys_of(name): TableRows(own) for name, own in self._key_shards().items()}
         return {**self.table_rows("float32"), **keys}
 
     def table_rows(self, dtype: str | None = None) -> dict[str, TableRows]:
