@@ -1,6 +1,8 @@
 """Tables whose ids are keys, in one process: against numpy, dicts and tables of numbered ids."""
 
 import itertools
+import subprocess
+import sys
 import time
 
 import keras
@@ -631,6 +633,30 @@ def test_keras_compiles_a_model_with_keys_without_xla_by_itself():
     model.compile(SGD(0.1), "mse")
     assert not model.jit_compile
     model.fit({"user": np.array([[1, 2], [3, 4]])}, np.zeros([2, 3]), verbose=0)
+
+
+@pytest.mark.full
+def test_a_table_with_keys_lies_where_its_ops_run_whatever_the_default_device_is():
+    script = """
+import tensorflow as tf
+(cpu,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, 2 * [tf.config.LogicalDeviceConfiguration()])
+import tf_recsync as recsync
+from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
+tables = [TableConfig("users", 64, 3, keys="any", unknown="mean"), TableConfig("films", 64, 2)]
+layer = EmbeddingCollection(tables, [FeatureConfig(table.name, table.name) for table in tables])
+optimizer = recsync.optimizers.Adagrad(0.1, swap=recsync.Swap(period=5, decay=0.5))
+with tf.device("/CPU:1"):
+    layer.build()
+    optimizer.build(layer.trainable_variables)
+for state in optimizer.states:
+    others = state.keyed.variables if state.keyed else []
+    for variable in [state.variable, *state.beside, *others]:
+        expected = "CPU:0" if state.keyed else "CPU:1"
+        assert variable.value.device.endswith(expected), (variable.path, variable.value.device)
+assert {bool(state.keyed) for state in optimizer.states} == {False, True}
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_the_index_is_made_anew_when_entries_were_set():

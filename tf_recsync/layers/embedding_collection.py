@@ -261,8 +261,7 @@ class EmbeddingCollection(keras.layers.Layer):
             seeds = {name: values.draw_seed(name) for name, values in drawn.items()}
         for physical in self._physical:
             initializer = PhysicalInitializer(physical, self._first_values, seeds)
-            placed = strategy.placed_on(physical.ps) if on_servers else contextlib.nullcontext()
-            with _made_at_once(), placed:
+            with _made_at_once(), _placed(physical, on_servers):
                 variable = self.add_weight(
                     shape=(physical.rows, physical.dimension),
                     dtype=physical.dtype,
@@ -308,13 +307,9 @@ class EmbeddingCollection(keras.layers.Layer):
 
     def _add_keys(self, variable, physical: PhysicalTable, seeds, on_servers: bool) -> None:
         """Adds what finds the rows of keys of a shard, beside it."""
-        strategy = tf.distribute.get_strategy()
 
         def add(name: str, shape: tuple[int, ...], dtype: str) -> keras.Variable:
-            placed = contextlib.nullcontext()
-            if on_servers:
-                placed = strategy.placed_on(physical.ps)
-            with _made_at_once(), placed:
+            with _made_at_once(), _placed(physical, on_servers):
                 return self.add_weight(
                     shape=shape,
                     dtype=dtype,
@@ -745,6 +740,14 @@ class EmbeddingCollection(keras.layers.Layer):
             layer._set_tables(with_optimizers_of(config["tables"], together))
         layer._placement_is_restored = True
         return layer
+
+
+def _placed(physical: PhysicalTable, on_servers: bool) -> contextlib.AbstractContextManager:
+    """Inside, variables are made where a physical table lies."""
+    if on_servers:
+        return tf.distribute.get_strategy().placed_on(physical.ps)
+    # Only processors have the ops that find the rows of keys.
+    return tf.device("/CPU:0") if physical.keyed else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
