@@ -107,7 +107,9 @@ class EmbeddingCollection(keras.layers.Layer):
             whose entries may come in any order. Ids equal to their feature's `padding` are
             no ids.
         weights: a dict from names of some features to float weights shaped like
-            their ids, or None. Weights get no gradient.
+            their ids, or None. Those of ragged and sparse ids belong to these one by
+            one, example after example; only how many they are is compared. Weights get
+            no gradient.
 
     Returns:
         A dict from the returned features' names to their pooled vectors, [batch,
