@@ -199,6 +199,32 @@ def test_ids_out_of_range_are_refused_clipped_or_hashed(training):
     assert np.bincount(rows, minlength=40).min() > 4009 / 40 / 2
 
 
+def test_xla_looks_up_no_ids_of_which_it_does_not_see_that_they_are_out_of_range():
+    ids = {"film": [-1, 39, 40], "seen": [0, 1, 2], "user": [1, 2, 25]}
+    inputs = {name: keras.Input((), dtype="int64", name=name) for name in ids}
+    model = keras.Model(inputs, collection(concatenate=True, name="embed")(inputs))
+    with pytest.warns(UserWarning, match="doesn't support `jit_compile=True`"):
+        model.compile(recsync.optimizers.Adagrad(0.1), "mse", jit_compile=True)
+    before = tables_of(model)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="feature film has id -1"):
+        model.fit({name: np.array(own) for name, own in ids.items()}, np.ones([3, 10]), verbose=0)
+    for table, values in zip(tables_of(model), before, strict=True):
+        np.testing.assert_array_equal(table, values)
+
+    def compiled_lookup(layer):
+        lookup = tf.function(layer, jit_compile=True)
+        return lookup({name: tf.constant(own) for name, own in ids.items()})
+
+    names = r"\['film', 'seen', 'user'\]"
+    with pytest.raises(ValueError, match=rf"{names} have out_of_range='error', and XLA raises no"):
+        compiled_lookup(collection())
+    clipped = collection(out_of_range="clip")
+    assert clipped.supports_jit
+    found = compiled_lookup(clipped)
+    np.testing.assert_array_equal(found["film"], clipped.table_values("films")[[0, 39, 39]])
+    np.testing.assert_array_equal(found["user"], clipped.table_values("users")[[1, 2, 24]])
+
+
 def test_the_op_and_stock_ops_hash_alike():
     layer = collection(out_of_range="hash")
     ids = {n: tf.constant([-3, 5, 2**40, -(2**62)], tf.int64) for n in ("film", "seen", "user")}

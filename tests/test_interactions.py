@@ -48,8 +48,10 @@ def configs(combiner="mean", dtype="float32") -> list[TableConfig]:
     ]
 
 
-def collection(combiner="mean", dtype="float32", **kwargs) -> EmbeddingCollection:
-    features = [FeatureConfig(name, table) for name, table in FEATURES.items()]
+def collection(
+    combiner="mean", dtype="float32", out_of_range="error", **kwargs
+) -> EmbeddingCollection:
+    features = [FeatureConfig(name, table, out_of_range) for name, table in FEATURES.items()]
     kwargs.setdefault("interactions", interactions())
     return EmbeddingCollection(configs(combiner, dtype), features, **kwargs)
 

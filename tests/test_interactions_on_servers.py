@@ -352,8 +352,9 @@ def test_an_exported_model_serves_without_this_package(tmp_path):
 
 @pytest.mark.full
 def test_xla_trains_what_the_ops_do():
-    model = compiled(True)
+    model = compiled(True, out_of_range="clip")
     model.compile(recsync.optimizers.Adagrad(0.1), "binary_crossentropy", jit_compile=True)
+    assert model.jit_compile
     model.fit(click_data(), verbose=0, shuffle=False)
     reference = compiled(True, optimizer="Adagrad", eager=True)
     reference.fit(click_data(), verbose=0, shuffle=False)

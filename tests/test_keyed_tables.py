@@ -1,6 +1,8 @@
 """Tables whose ids are keys, in one process: against numpy, dicts and tables of numbered ids."""
 
 import itertools
+import subprocess
+import sys
 import time
 
 import keras
@@ -371,10 +373,10 @@ def test_keys_of_one_step_take_no_rows_of_each_other_whichever_feature_has_them(
 
     for _ in range(3):
         step([1, 2, 3, 4])
-    keyed = layer.variables[0].keyed
-    before = int(keyed._read_counts()[0])
+    (ticks,) = (v for v in layer.variables if v.name.endswith("_key_counts"))
+    before = ticks.numpy()[0]
     step([5, 6, 7, 8])  # Of all keys, these were looked up least often.
-    assert int(keyed._read_counts()[0]) == before + 1
+    assert ticks.numpy()[0] == before + 1
     counts = layer.key_counts()["users"]
     assert (counts.used, counts.evicted, counts.refused) == (4, 4, 0)
     read = {int(k): v for ks, vs in layer.read_keys("users") for k, v in zip(ks, vs, strict=True)}
@@ -633,6 +635,30 @@ def test_keras_compiles_a_model_with_keys_without_xla_by_itself():
     model.fit({"user": np.array([[1, 2], [3, 4]])}, np.zeros([2, 3]), verbose=0)
 
 
+@pytest.mark.full
+def test_a_table_with_keys_lies_where_its_ops_run_whatever_the_default_device_is():
+    script = """
+import tensorflow as tf
+(cpu,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, 2 * [tf.config.LogicalDeviceConfiguration()])
+import tf_recsync as recsync
+from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
+tables = [TableConfig("users", 64, 3, keys="any", unknown="mean"), TableConfig("films", 64, 2)]
+layer = EmbeddingCollection(tables, [FeatureConfig(table.name, table.name) for table in tables])
+optimizer = recsync.optimizers.Adagrad(0.1, swap=recsync.Swap(period=5, decay=0.5))
+with tf.device("/CPU:1"):
+    layer.build()
+    optimizer.build(layer.trainable_variables)
+for state in optimizer.states:
+    others = state.keyed.variables if state.keyed else []
+    for variable in [state.variable, *state.beside, *others]:
+        expected = "CPU:0" if state.keyed else "CPU:1"
+        assert variable.value.device.endswith(expected), (variable.path, variable.value.device)
+assert {bool(state.keyed) for state in optimizer.states} == {False, True}
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_the_index_is_made_anew_when_entries_were_set():
     layer = keyed_layer()
     vectors = looked_up(layer, EXTREMES, training=True)
@@ -846,15 +872,16 @@ def test_a_file_of_a_table_with_keys_is_not_read_into_one_without_nor_the_other_
 
 
 def test_names_with_slashes_are_names_of_tables_with_keys_and_those_of_files_are_not():
-    def layer_of(*names):
-        tables = [TableConfig(name, 9, 2, keys="any") for name in names]
+    def layer_of(*names, keys="any"):
+        tables = [TableConfig(name, 9, 2, keys=keys) for name in names]
         return EmbeddingCollection(tables, [FeatureConfig(name, name) for name in names])
 
     layer = layer_of("a/b")
     layer({"a/b": tf.constant([1, 2])}, training=True)
     assert layer.key_counts()["a/b"].used == 2
-    with pytest.raises(ValueError, match="'a:keys': files have the keys of table 'a' by this name"):
-        layer_of("a", "a:keys")
+    for keys in ("any", None):
+        with pytest.raises(ValueError, match="tables 'a' and 'a:keys': files would have something"):
+            layer_of("a", "a:keys", keys=keys)
 
 
 def test_keras_s_own_export_works_where_this_package_is(tmp_path):

@@ -223,6 +223,32 @@ def test_steps_whose_rows_were_given_away_meanwhile_train_no_other_key(cluster):
     assert updates.min() >= 0
 
 
+class LookUp(keras.callbacks.Callback):
+    """Looks keys up in this process after each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        del batch, logs
+        self.found.append(self.model({"user": tf.constant(KEYS)}).numpy()[:, 0])
+
+
+def test_a_key_that_is_looked_up_while_workers_train_never_has_another_one_s_vector(cluster):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = model_of(strategy, rows=2 * BATCH)
+    rng = np.random.default_rng(3)
+    ids = np.concatenate([rng.permutation(KEYS)[:BATCH] for _ in range(400)])
+    callback = LookUp()
+    model.fit(dataset(ids), verbose=0, callbacks=[callback])
+    found = np.array(callback.found)
+    # As above; one without a row has zeros.
+    updates = np.where(found == 0, 0, 2 * (first_scores(KEYS) - found))
+    assert np.count_nonzero(found) > len(found)
+    np.testing.assert_allclose(updates, np.round(updates), atol=1e-3)
+
+
 @pytest.fixture(scope="module")
 def saved(clusters, tmp_path_factory):
     """Files of a model of four shards, what keys score with it then, others too, and later on."""
@@ -359,6 +385,30 @@ def test_a_table_with_keys_that_nobody_trains_is_refused(cluster):
         model.compile(sgd(), loss=lambda y, p: p)
     with pytest.raises(ValueError, match="keyed.*must be trained by the model's optimizer"):
         model.fit(dataset(KEYS), verbose=0)
+
+
+def test_models_that_share_a_table_with_keys_do_not_train_it_by_turns(cluster):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = model_of(strategy)
+    with strategy.scope():
+        other = keras.Model(model.inputs, model.outputs)
+        other.compile(sgd(), loss=lambda y, p: p)
+    expected = first_scores(KEYS)
+    model.fit(dataset(KEYS), verbose=0)
+    np.testing.assert_allclose(scores(other, KEYS), expected - 0.5, rtol=1e-4)
+    model.fit(dataset(OTHERS), verbose=0)  # New keys; the other one has only predicted.
+    other.fit(dataset(KEYS), verbose=0)
+    refused = pytest.raises(ValueError, match="'users'.* another model's optimizer has trained it")
+    with refused:
+        model.fit(dataset(KEYS), verbose=0)
+    np.testing.assert_allclose(scores(model, KEYS), expected - 1.0, rtol=1e-4)
+    with strategy.scope():
+        model.compile(sgd(), loss=lambda y, p: p)
+    model.fit(dataset(KEYS), verbose=0)
+    with refused:
+        other.fit(dataset(KEYS), verbose=0)
+    np.testing.assert_allclose(scores(other, KEYS), expected - 1.5, rtol=1e-4)
+    np.testing.assert_allclose(scores(model, OTHERS), first_scores(OTHERS) - 0.5, rtol=1e-4)
 
 
 class Regularized(keras.Model):

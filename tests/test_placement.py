@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import math
 import time
 
 import keras
@@ -222,6 +223,17 @@ def test_memory_splits_a_table_that_costs_nothing():
     plan = plan_placement([table("a", 1000), table("b", 10)], 4, {"a": 0, "b": 1}, 32 * 400)
     assert counts(plan)["a"] == 3
     assert plan.memory.max() <= 32 * 400
+
+
+def test_memory_may_be_any_number_of_bytes():
+    tables = [table("a", 1000), table("b", 10)]  # The first one has to be split.
+    for limit in (32.0 * 600, 32 * 600 + 0.5, np.float32(32 * 600), np.int64(32 * 600)):
+        assert plan_placement(tables, 2, memory_limit=limit) == plan_placement(
+            tables, 2, memory_limit=32 * 600
+        )
+    assert plan_placement(tables, 2, memory_limit=math.inf) == plan_placement(tables, 2)
+    with pytest.raises(ValueError, match="'a': its 32000 bytes do not fit into memory_limit=9600"):
+        plan_placement(tables, 2, memory_limit=9600.9)
 
 
 def test_room_is_found_where_placing_by_cost_alone_fails():

@@ -101,7 +101,7 @@ def test_xla_leaves_padding_out(combiner):
         (gradient,) = tape.gradient(loss, layer.trainable_variables)
         return loss, tf.convert_to_tensor(gradient)
 
-    layer = collection(combiner, PAD)
+    layer = collection(combiner, PAD, "clip")
     ids = {"seen": padded(BAGS, PAD, "dense", tf.int64)}
     expected = loss_and_gradient(layer, ids)
     call = tf.function(lambda x: loss_and_gradient(layer, x), jit_compile=True)

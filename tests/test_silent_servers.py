@@ -21,6 +21,7 @@ from helpers import (
 import tf_recsync as recsync
 from tf_recsync.cluster import device_of, is_reachable, signs_of_life
 from tf_recsync.cluster.signs_of_life import cut_connections, peers_of
+from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
 from tf_recsync.optimizers import SGD
 from tf_recsync.strategies import comebacks, worker_run
 from tf_recsync.strategies.watched_calls import watched
@@ -93,6 +94,26 @@ def test_a_model_is_not_built_on_a_parameter_server_that_stands_still(two, monke
     two.pause("ps", 0)
     with strategy.scope(), pytest.raises(RuntimeError, match="ps:0 has not answered for . s"):
         slope_model()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda layer: layer.key_counts(), lambda layer: layer.variables[0].keyed.in_order()],
+    ids=["counts", "keys"],
+)
+def test_nobody_waits_for_ever_for_keys_of_a_parameter_server_that_stands_still(
+    two, monkeypatch, ask
+):
+    only_stopped_ones_are_silent(monkeypatch, two)
+    strategy = recsync.AsyncStrategy(two, silence_timeout=LIMIT)
+    with strategy.scope():
+        layer = EmbeddingCollection(
+            [TableConfig("users", 64, 2, keys="any")], [FeatureConfig("user", "users")]
+        )
+        layer.build()
+    two.pause("ps", 0)
+    with pytest.raises(RuntimeError, match="ps:0 has not answered for"):
+        ask(layer)
 
 
 def test_a_call_that_waits_elsewhere_ends_when_a_parameter_server_is_gone(two, monkeypatch):

@@ -186,11 +186,11 @@ def guarded(variable: tf.Variable) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if found is None else found.guarded()
 
 
-def read_untrained(variable: tf.Variable) -> np.ndarray:
-    """The value of a variable that steps never change, of which nobody has to be told.
+def read_untold(variable: tf.Variable) -> np.ndarray:
+    """The value of a variable as it is: those who train it are not told, and do not wait.
 
     Args:
-        variable: any variable, on whatever server.
+        variable: any variable, on whatever server; does not wait for ever for one that is silent.
     """
     if shown(variable) is None:
         return fetch(variable.read_value())

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from tf_recsync._checks import integer, list_of
 from tf_recsync.embedding.config import (
     TableConfig,
-    check_memory_arguments,
     check_tables,
+    checked_memory_limit,
     row_bytes,
 )
 from tf_recsync.embedding.packer import TOLERANCE, Packer, Packing
@@ -88,7 +88,7 @@ def plan_placement(
     check_tables(tables)
     ps = integer("ps", ps, 1)
     together = [list_of("together", names, str) for names in together]
-    check_memory_arguments(memory_limit, slots, bytes_per_row_overhead)
+    memory_limit = checked_memory_limit(memory_limit, slots, bytes_per_row_overhead)
     whole = {name for names in together for name in names}
     tables = [table if table.name in whole else table.on_servers(ps) for table in tables]
     for table in tables:

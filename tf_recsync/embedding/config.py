@@ -362,13 +362,19 @@ def row_bytes(dimension: int, dtype: str, slots: int = 0, overhead: int = 0) -> 
     return dimension * (_BYTES_PER_ELEMENT[dtype] + slots * _BYTES_PER_SLOT_ELEMENT) + overhead
 
 
-def check_memory_arguments(memory_limit: int | None, slots: int, overhead: int) -> None:
-    """Raises ValueError unless these arguments of planner and layer are in range."""
+def checked_memory_limit(memory_limit: float | None, slots: int, overhead: int) -> int | None:
+    """The bytes of a server, of these arguments of planner and layer; None if they are no limit.
+
+    Raises:
+        ValueError: If one of them is out of range.
+    """
     check_at_least("bytes_per_row_overhead", overhead, 0)
     check_at_least("slots", slots, 0)
-    if memory_limit is not None:
-        allowed = "None or a number of bytes, at least 1"
-        number("memory_limit", memory_limit, least=1, infinite=True, allowed=allowed)
+    if memory_limit is None:
+        return None
+    allowed = "None or a number of bytes, at least 1"
+    limit = number("memory_limit", memory_limit, least=1, infinite=True, allowed=allowed)
+    return None if limit == math.inf else math.floor(limit)
 
 
 def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> None:
@@ -394,12 +400,15 @@ def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfi
         raise ValueError("features=[]: there must be at least one feature.")
     _check_unique("features", [feature.name for feature in features])
     names = [table.name for table in tables]
-    for table in tables:
-        if table.keys and f"{table.name}:keys" in names:
-            raise ValueError(
-                f"table {table.name + ':keys'!r}: files have the keys of table {table.name!r} by "
-                "this name; give it another one."
-            )
+    in_files: dict[str, str] = {}
+    for name in names:
+        for own in (name_in_files(name), name_in_files(keys_of(name))):
+            other = in_files.setdefault(own, name)
+            if other != name:
+                raise ValueError(
+                    f"tables {other!r} and {name!r}: files would have something of both by the "
+                    f"name {own!r}; give one of them another name."
+                )
     for feature in features:
         if feature.table not in names:
             raise ValueError(
@@ -424,6 +433,16 @@ def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfi
                 f"table {name!r}: none of the features {[feature.name for feature in features]} "
                 "is looked up in it; remove the table or give it a feature."
             )
+
+
+def keys_of(table: str) -> str:
+    """By which name a layer saves the keys of a table."""
+    return f"{table}:keys"
+
+
+def name_in_files(name: str) -> str:
+    """By which name a file of weights has something; a slash would begin a group there."""
+    return name.replace("/", "|")
 
 
 def sharing_optimizers(tables: Sequence[TableConfig]) -> list[TableConfig]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from tf_recsync.embedding.initial_values import DrawnRows
 from tf_recsync.embedding.key_rules import Admission, Eviction, partitions_of
 from tf_recsync.embedding.physical_tables import PhysicalTable
 from tf_recsync.ops.bags import Bags
-from tf_recsync.shown_variable import assign_rows, guarded, read_rows
+from tf_recsync.shown_variable import assign_rows, guarded, read_rows, read_untold, shown
 
 _COUNTS = ("calls", "admitted", "refused", "evicted", "expired", "unknown")
 _KEY_COUNTS = 8  # Of cc/engine/key_table.h.
@@ -153,6 +154,8 @@ class KeyedRows:
         self._means = [add("key_mean", passed, "float64")] if config.unknown == "mean" else []
         self._table: keras.Variable | None = None
         self.state: Any = None
+        # The states that it was trained with, one after the other.
+        self._trained: list[weakref.ref] = []
 
     def attach(self, table: keras.Variable) -> None:
         """Lies beside a variable from now on, as `table.keyed`."""
@@ -161,6 +164,28 @@ class KeyedRows:
         for variable in self.variables:
             variable.beside_table = table
         self.entries.rows_changed = self.forget_index
+
+    def train_with(self, state: Any) -> None:
+        """What an optimizer keeps beside the rows begins anew with a row's next key from now on.
+
+        Args:
+            state: the optimizer's state of the table.
+
+        Raises:
+            ValueError: if another one has trained the table since this one did, and may have given
+                rows to other keys.
+        """
+        trained = [found() for found in self._trained]
+        if any(state is earlier for earlier in trained[:-1]):
+            raise ValueError(
+                f"table {self.table!r} has keys='any', and another model's optimizer has trained "
+                "it since this model's did, which does not know to which keys rows were given "
+                "since: compile this model again, so that its optimizer begins anew, or train both "
+                "as one model"
+            )
+        if not trained or state is not trained[-1]:
+            self._trained.append(weakref.ref(state))
+        self.state = state
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -298,18 +323,14 @@ class KeyedRows:
 
     def counts(self) -> KeyCounts:
         """What became of this shard's keys; nothing large comes from its server."""
-        with tf.device(self._counts._value.device):
-            used = ops.used_rows(self.entries._value.handle)
-        counts = dict(zip(_COUNTS, map(int, self._read_counts()), strict=False))
+        value = self._counts._value
+        with guarded(value):
+            with tf.device(value.device):
+                used = ops.used_rows(self.entries._value.handle)
+            used = int(fetch(used))
+        counts = dict(zip(_COUNTS, map(int, read_untold(value)), strict=False))
         del counts["calls"]
-        return KeyCounts(self._piece.rows - self.reserved, int(fetch(used)), **counts)
-
-    def _read_counts(self) -> np.ndarray:
-        """As they are: those who train the table need not wait for that."""
-        counts = self._counts._value
-        with tf.device(counts.device):
-            found = tf.raw_ops.ReadVariableOp(resource=counts.handle, dtype=tf.int64)
-        return fetch(found)
+        return KeyCounts(self._piece.rows - self.reserved, used, **counts)
 
     def plain_rows(self, keys: tf.Tensor, entries: Any, values: Any) -> tf.Tensor:
         """The rows of keys of this shard in stock ops, zeros for others: [n, dimension].
@@ -343,7 +364,7 @@ class KeyedRows:
         Rows that stand for keys without one come first, then the others by their keys, and those
         that have no key last. Keys that were not looked up for too long have none.
         """
-        now = max(int(self._read_counts()[0]), self._eviction.now())
+        now = max(int(read_untold(self._counts._value)[0]), self._eviction.now())
         entries = np.array(fetch(self.entries._value.read_value()))
         own = entries[self.reserved :]
         ticks = own[:, 1].view(np.uint64) >> np.uint64(_USES_BITS)
@@ -394,6 +415,8 @@ def found_here(
             "a table with keys='any' can't be looked up in Keras's stateless calls, which give it "
             "no variable"
         )
+    if tf.executing_eagerly() and (own := shown(value)) is not None:
+        own.tell()  # Or training may give rows to other keys before they are read.
     rows, _ = keyed.find(tf.concat([own.ids for own in bags], 0), inserts)
     parts = tf.split(rows, [tf.size(own.ids) for own in bags])
     return [_found(keyed, own, part) for own, part in zip(bags, parts, strict=True)]

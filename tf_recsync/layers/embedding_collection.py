@@ -22,7 +22,9 @@ from tf_recsync.embedding.config import (
     FeatureConfig,
     TableConfig,
     check_configs,
-    check_memory_arguments,
+    checked_memory_limit,
+    keys_of,
+    name_in_files,
     sharing_optimizers,
     trained_together,
     with_optimizers_of,
@@ -105,7 +107,9 @@ class EmbeddingCollection(keras.layers.Layer):
             whose entries may come in any order. Ids equal to their feature's `padding` are
             no ids.
         weights: a dict from names of some features to float weights shaped like
-            their ids, or None. Weights get no gradient.
+            their ids, or None. Those of ragged and sparse ids belong to these one by
+            one, example after example; only how many they are is compared. Weights get
+            no gradient.
 
     Returns:
         A dict from the returned features' names to their pooled vectors, [batch,
@@ -171,7 +175,7 @@ class EmbeddingCollection(keras.layers.Layer):
         check_bool("concatenate", concatenate)
         check_configs(tables, features)
         tables = sharing_optimizers(tables)
-        check_memory_arguments(memory_limit, slots, bytes_per_row_overhead)
+        memory_limit = checked_memory_limit(memory_limit, slots, bytes_per_row_overhead)
         widths = result_widths(interactions, tables, features)
         self._interactions = tuple(zip(interactions, widths, strict=True))
         self._returned_features = returned_features
@@ -194,9 +198,8 @@ class EmbeddingCollection(keras.layers.Layer):
         self._first_values = {table.name: first_values(table) for table in tables}
         self._has_keys = any(table.keys for table in tables)
         _check_keys(tables, self._first_values)
-        if self._has_keys:
-            # Keras compiles steps in one process with XLA if all layers allow it.
-            self.supports_jit = False
+        # Keras compiles steps in one process with XLA if all layers allow it.
+        self.supports_jit = not self._refusal_of_xla()
         self._physical: tuple = ()
         self._variables: list[keras.Variable] = []
         self._plan: PlacementPlan | None = None
@@ -260,8 +263,7 @@ class EmbeddingCollection(keras.layers.Layer):
             seeds = {name: values.draw_seed(name) for name, values in drawn.items()}
         for physical in self._physical:
             initializer = PhysicalInitializer(physical, self._first_values, seeds)
-            placed = strategy.placed_on(physical.ps) if on_servers else contextlib.nullcontext()
-            with _made_at_once(), placed:
+            with _made_at_once(), _placed(physical, on_servers):
                 variable = self.add_weight(
                     shape=(physical.rows, physical.dimension),
                     dtype=physical.dtype,
@@ -307,13 +309,9 @@ class EmbeddingCollection(keras.layers.Layer):
 
     def _add_keys(self, variable, physical: PhysicalTable, seeds, on_servers: bool) -> None:
         """Adds what finds the rows of keys of a shard, beside it."""
-        strategy = tf.distribute.get_strategy()
 
         def add(name: str, shape: tuple[int, ...], dtype: str) -> keras.Variable:
-            placed = contextlib.nullcontext()
-            if on_servers:
-                placed = strategy.placed_on(physical.ps)
-            with _made_at_once(), placed:
+            with _made_at_once(), _placed(physical, on_servers):
                 return self.add_weight(
                     shape=shape,
                     dtype=dtype,
@@ -483,13 +481,10 @@ class EmbeddingCollection(keras.layers.Layer):
         pulled = all(hasattr(value, "look_up") for value in values)
         # Stock ops alone: an exported model serves without this package.
         plain = not pulled and (in_xla_context() or not training)
+        if plain and in_xla_context() and (refusal := self._refusal_of_xla()):
+            raise ValueError(f"layer {self.name}: {refusal}")
         if self._has_keys and not pulled:
             plain = entries_are_sorted()
-            if in_xla_context():
-                raise ValueError(
-                    f"layer {self.name} has a table with keys='any', which XLA can't compile: "
-                    "compile the model with jit_compile=False"
-                )
         ways = [(self._routes, features)] if self._returned or self._beside else []
         ways += [
             (routes, {f.name: sequences.singles(features[f.name])})
@@ -513,6 +508,22 @@ class EmbeddingCollection(keras.layers.Layer):
             vectors = sequences.arrange(vectors, features[feature.name])
             found[feature.name] = tf.cast(vectors, self.compute_dtype)
         return {name: found[name] for name, _ in self._outputs()}
+
+    def _refusal_of_xla(self) -> str:
+        """Why XLA may not compile lookups; "" if it may."""
+        if self._has_keys:
+            return (
+                "it has a table with keys='any', which XLA can't compile: compile the model with "
+                "jit_compile=False"
+            )
+        # XLA leaves checks out, and such ids would name rows of other tables.
+        unchecked = [f.name for f in self._feature_configs if f.out_of_range == "error"]
+        if unchecked:
+            return (
+                f"the features {unchecked} have out_of_range='error', and XLA raises no errors: "
+                "it must be 'clip' or 'hash', or compile the model with jit_compile=False"
+            )
+        return ""
 
     def _with_rows(
         self, routes: list[Routes], routed: list[Routed], values: Sequence[Any], inserts: bool
@@ -615,13 +626,18 @@ class EmbeddingCollection(keras.layers.Layer):
     def save_own_variables(self, store):
         """Saves the tables by their names, so that they can be loaded on other servers."""
         for name, rows in self._saved_rows().items():
-            rows.save(store, name)
+            rows.save(store, name_in_files(name))
 
     def load_own_variables(self, store):
         tables = self._saved_rows()
-        saved = {name: saved_array(store, name) for name in tables if name in store}
+
+        def found_as(name: str) -> str | None:
+            # Files of development versions may have a slash.
+            return next((own for own in (name_in_files(name), name) if own in store), None)
+
+        saved = {n: saved_array(store, own) for n in tables if (own := found_as(n)) is not None}
         for name, table in self._by_name.items():
-            if (f"{name}:keys" in store) != bool(table.keys):
+            if (found_as(keys_of(name)) is not None) != bool(table.keys):
                 there, here = ("none", "keys='any'") if table.keys else ("keys='any'", "none")
                 raise ValueError(
                     f"table {name!r} of layer {self.name!r}: the saved one has {there}, this one "
@@ -639,7 +655,7 @@ class EmbeddingCollection(keras.layers.Layer):
 
     def _saved_rows(self) -> dict[str, TableRows]:
         """What is saved, by name: the rows of tables, and their keys."""
-        keys = {f"{name}:keys": TableRows(own) for name, own in self._key_shards().items()}
+        keys = {keys_of(name): TableRows(own) for name, own in self._key_shards().items()}
         return {**self.table_rows("float32"), **keys}
 
     def table_rows(self, dtype: str | None = None) -> dict[str, TableRows]:
@@ -726,6 +742,14 @@ class EmbeddingCollection(keras.layers.Layer):
             layer._set_tables(with_optimizers_of(config["tables"], together))
         layer._placement_is_restored = True
         return layer
+
+
+def _placed(physical: PhysicalTable, on_servers: bool) -> contextlib.AbstractContextManager:
+    """Inside, variables are made where a physical table lies."""
+    if on_servers:
+        return tf.distribute.get_strategy().placed_on(physical.ps)
+    # Only processors have the ops that find the rows of keys.
+    return tf.device("/CPU:0") if physical.keyed else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

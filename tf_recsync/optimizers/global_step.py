@@ -21,7 +21,7 @@ from absl import logging
 
 from tf_recsync._checks import integer
 from tf_recsync.cluster import fetch
-from tf_recsync.shown_variable import read_untrained
+from tf_recsync.shown_variable import read_untold
 from tf_recsync.swap import Swap
 
 _LARGEST = 10**9  # Of a denominator: fractions are saved as two int64.
@@ -182,7 +182,7 @@ class CountsSteps:
         """What a global step stands for; of a built optimizer."""
         # Also while a function is traced, which is then made for this state.
         with tf.init_scope():
-            array = read_untrained(self.step_variable._value)
+            array = read_untold(self.step_variable._value)
         # It is empty within the function that makes the variable, and sets it at its end.
         return StepState.from_array(array) if array.size else self._own_state
 

@@ -20,6 +20,7 @@ from absl import logging
 from tf_recsync import staleness
 from tf_recsync.cluster import fetch
 from tf_recsync.embedding.checkpoint import SavedCounters, SavedIntegers, SavedRows
+from tf_recsync.embedding.config import name_in_files
 from tf_recsync.embedding.physical_tables import shards_of
 from tf_recsync.embedding.table_rows import TableRows, narrowed
 from tf_recsync.shown_variable import shown
@@ -486,5 +487,4 @@ def _slots(states: list) -> dict[str, list[keras.Variable]]:
 
 
 def _key(*parts: str) -> str:
-    # A slash would begin a group of the file.
-    return ":".join(parts).replace("/", "|")
+    return name_in_files(":".join(parts))

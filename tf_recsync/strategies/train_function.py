@@ -563,6 +563,9 @@ class TrainFunction(Steps):
         self.local_batch_size = size = iterator.distributed.batch_size
         for optimizer in self._variables.optimizers:
             optimizer.count_steps_of(size and size * self.mode.capacity)
+            for state in optimizer.states:
+                if state.keyed:
+                    state.keyed.train_with(state)
         self.know_batches(iterator.distributed)
         if not self._has_warned:
             self._has_warned = True
