@@ -1,6 +1,7 @@
 """Checkpoints between two full ones, which have only the rows that changed since the one before."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 import threading
@@ -30,7 +31,7 @@ from test_recovery import KillInTurn, shards_of, slowly
 import tf_recsync as recsync
 from tf_recsync import checkpoint, ops
 from tf_recsync.callbacks import Checkpoint
-from tf_recsync.checkpoint import blocks
+from tf_recsync.checkpoint import blocks, writing_rows
 from tf_recsync.checkpoint.deltas import Chain
 from tf_recsync.checkpoint.index import INDEX, WEIGHTS, Base, Rows, parsed
 from tf_recsync.checkpoint.saving import Writer
@@ -451,6 +452,32 @@ def test_what_is_being_written_while_rows_are_set_is_written_anew(tmp_path, monk
     model.fit(ones.dataset(2), verbose=0, callbacks=[callback, Sets(restore)])
     assert checkpoint.open(callback.saved[0].path).global_step == 0
     assert numbers(tmp_path / "own") == [1]
+
+
+def test_what_can_not_be_written_is_an_error_though_rows_were_set_meanwhile(tmp_path, monkeypatch):
+    good, model = saved_good(tmp_path, 1.0), ones.make_model(rows=5)
+    is_set = threading.Event()
+
+    def fail(*args):
+        assert is_set.wait(300)
+        raise OSError("no space left")
+
+    def restore(model):
+        checkpoint.restore(good, model)
+        is_set.set()
+
+    monkeypatch.setattr(blocks.Source, "write", fail)
+    callback = Checkpoint(tmp_path / "own", every_steps=1)
+    with pytest.raises(RuntimeError, match="could not be written.*no space left"):
+        model.fit(ones.dataset(2), verbose=0, callbacks=[callback, Sets(restore)])
+
+
+def test_a_program_that_sets_rows_all_the_time_has_full_checkpoints(tmp_path, monkeypatch):
+    sets = itertools.count()
+    monkeypatch.setattr(writing_rows, "assignments_of", lambda variable: next(sets))
+    callback = Waiting(tmp_path, every_steps=1, full_every=5, keep=None)
+    ones.make_model(rows=5).fit(ones.dataset(9), verbose=0, callbacks=[callback])
+    assert len(callback.saved) >= 2 and not any(saved.is_delta for saved in callback.saved)
 
 
 @pytest.mark.full

@@ -136,14 +136,18 @@ def answering(cluster):
 
 @pytest.mark.cases("GBA")
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_worker_that_stands_still_when_it_has_finished_holds_nobody(two, name):
+def test_a_worker_that_stands_still_when_it_has_finished_holds_nobody(two, name, caplog):
 
     def attempt():
         answering(two)
+        caplog.clear()
         model = model_of(STRATEGIES[name](two))
         pause = AtBatch(10, lambda: two.pause("worker", 1))
         model.fit(ones(), epochs=2, callbacks=[pause], verbose=0)
         model.evaluate(ones(), verbose=0)
+        # Nobody may have waited for it; who has, not for the 60 s that it may by default.
+        waits = re.findall(r"worker:1 has not answered for (\d+) s", caplog.text)
+        assert all(int(seconds) < 60 for seconds in waits)
 
     undisturbed(two, attempt)
 

@@ -880,7 +880,7 @@ def test_names_with_slashes_are_names_of_tables_with_keys_and_those_of_files_are
     layer({"a/b": tf.constant([1, 2])}, training=True)
     assert layer.key_counts()["a/b"].used == 2
     for keys in ("any", None):
-        with pytest.raises(ValueError, match="tables 'a' and 'a:keys': files would have something"):
+        with pytest.raises(ValueError, match="'a' and 'a:keys': in files 'a:keys' stands"):
             layer_of("a", "a:keys", keys=keys)
 
 

@@ -404,6 +404,11 @@ def test_models_that_share_a_table_with_keys_do_not_train_it_by_turns(cluster):
     np.testing.assert_allclose(scores(model, KEYS), expected - 1.0, rtol=1e-4)
     with strategy.scope():
         model.compile(sgd(), loss=lambda y, p: p)
+        # As restoring a checkpoint does: until it trains, rows' next keys concern the other one.
+        model.optimizer.build(model.trainable_variables)
+    layer = next(own for own in model.layers if hasattr(own, "write_keys"))
+    (state,) = (own for own in other.optimizer.states if own.keyed is not None)
+    assert layer.variables[0].keyed.state is state
     model.fit(dataset(KEYS), verbose=0)
     with refused:
         other.fit(dataset(KEYS), verbose=0)

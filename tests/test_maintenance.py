@@ -238,10 +238,7 @@ def test_an_event_that_fails_ends_fit_with_an_error_that_names_it(cluster):
     assert_all_were_seen(model.fit(data, verbose=0, callbacks=[window]).history, 1)
 
 
-def test_a_process_that_ends_after_its_hook_has_returned_is_not_taken_for_the_next_one(
-    cluster, monkeypatch
-):
-    monkeypatch.setattr(maintenance, "_RETURN_SECONDS", 200.0)
+def test_a_process_that_ends_after_its_hook_has_returned_is_not_taken_for_the_next_one(cluster):
     strategy = hierarchical(cluster)
     model, window = numbered_model(strategy), Window(within_seconds=600)
     ended, threads, seen = cluster.pid("ps", 1), [], []

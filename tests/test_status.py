@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 
 import keras
 import numpy as np
@@ -295,11 +296,17 @@ def test_validation_is_told_of_and_the_next_fit_begins_with_no_batch(clusters, o
     model, data = fit(strategy, seen)
     assert "evaluate" in {status.doing for status in seen.all}
     seen.all.clear()
-    model.fit(data, verbose=0, callbacks=[seen])
-    first, last = seen.all[0], seen.all[-1]
-    assert (first.epoch, first.batches, first.rate) == (0, 0, 0.0) and last.batches == 12
-    batches = [server.batches for server in first.servers if server.name.startswith("worker")]
-    assert batches == [0, 0]
+    # What predicts or evaluates in between has it told of that.
+    tells = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda *_: (time.sleep(0.01), seen.tell())
+    )
+    model.fit(data, verbose=0, callbacks=[seen, tells])
+    for status in seen.all[:2]:
+        assert (status.doing, status.epoch) == ("train", 0)
+        assert (status.batches, status.rate) == (0, 0.0)
+        workers = [server for server in status.servers if server.name.startswith("worker")]
+        assert [server.batches for server in workers] == [0, 0]
+    assert seen.all[-1].batches == 12
 
 
 def test_the_status_is_new_while_a_callback_predicts(clusters, tmp_path):

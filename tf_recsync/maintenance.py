@@ -44,8 +44,9 @@ class Restart:
         restart: `restart(job, index)` ends the server and starts it again, at its address, or has
             somebody else do so. It is called in the thread of `fit`, while no step is in flight.
             If a server is up when it returns, training waits up to 20 seconds for the new process
-            to take part; else it takes part when it is up. A process that has not ended by then
-            takes part again. None (the default): the `LocalCluster` does it.
+            to take part, and if the old one has not ended by then, that takes part again. If none
+            is up, a new process takes part when it is. None (the default): the `LocalCluster`
+            restarts it.
 
     Raises:
         ValueError: if an argument is wrong.
@@ -290,7 +291,11 @@ def _announce(cluster: Cluster, event: Restart | Drain) -> None:
     cluster.membership.ending(event.server)
     how = f"as maintenance was requested ({event})"
     cluster.membership.lost(event.server, None, how)
-    cluster.tell_members()
+    try:
+        cluster.tell_members()
+    except BaseException:  # As by Ctrl-C: nobody has ended it.
+        cluster.membership.stays(event.server)
+        raise
 
 
 def _done(cluster: Cluster, event: Restart | Drain) -> bool:

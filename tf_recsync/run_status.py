@@ -189,8 +189,9 @@ class Status(keras.callbacks.Callback):
 
     Args:
         path: the file, for a program whose status is to be kept or read by others; it then stays
-            after the end, and says whether `fit` has ended by an error. None (the default) for one
-            that the command finds by itself.
+            after the end, and says whether `fit` has ended by an error of a step. (After one that a
+            callback has raised the file only grows old, as nobody is told of that.) None (the
+            default) for one that the command finds by itself.
         every_seconds: how old the file may become; 1 by default.
 
     Raises:
@@ -250,6 +251,9 @@ class Status(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
 
+    def on_train_batch_begin(self, batch, logs=None):
+        self._has_steps = True
+
     def on_train_batch_end(self, batch, logs=None):
         self._note(logs)
         self.tell()
@@ -288,7 +292,6 @@ class Status(keras.callbacks.Callback):
 
     def tell(self) -> None:
         """Writes the file, if it has become old; in the thread of `fit`."""
-        self._has_steps = True  # It waits for some, or has.
         if time.monotonic() >= self._due:
             self._write(self._doing)
 

@@ -21,6 +21,7 @@ from tf_recsync._checks import checked_path
 MARKER = "published.json"
 _UNFINISHED = ".publishing-"
 _PROBE = ".probe"
+_BEGUN = ".begun"
 # Of file systems where a folder gets its new name in one operation; "" is that of plain paths.
 _RENAME_AT_ONCE = ("", "file", "hdfs", "viewfs")
 
@@ -62,7 +63,7 @@ class Versions:
     and a file `.publishing-<number>-<token>` beside it says that it is not whole yet. In either
     case a version that is whole has a file, `published.json` by default, which is written last.
 
-    The token is each program's own: should a second program write there nevertheless, it removes
+    The token is each object's own: should a second program write there nevertheless, it removes
     what the first one has not finished, whose next version fails, and that is all.
 
     Args:
@@ -97,8 +98,7 @@ class Versions:
         """
         tf.io.gfile.makedirs(self._target)
         probe = os.path.join(self._target, _PROBE)
-        with tf.io.gfile.GFile(probe, "w") as file:
-            file.write("Whether this folder can be written.\n")
+        _write(probe, "Whether this folder can be written.\n")
         tf.io.gfile.remove(probe)
 
     def begin(self) -> tuple[int, str]:
@@ -122,10 +122,12 @@ class Versions:
                 logging.warning("%s could not be removed: %s", note, error)
                 numbers.append(left)
         number = max(numbers, default=0) + 1
-        if self._renames:
-            return number, self._note(number)
-        self._write_note(number)
-        return number, self.path(number)
+        if not self._renames:
+            self._write_note(number)
+            return number, self.path(number)
+        tf.io.gfile.makedirs(self._note(number))
+        _write(self._begun(number), f"Version {number} is being written.\n")
+        return number, self._note(number)
 
     def finish(self, number: int, about: Mapping[str, Any]) -> None:
         """Has the version seen, which has been written.
@@ -138,15 +140,15 @@ class Versions:
             OSError: if another program has removed it.
             tf.errors.OpError: if it can't be written.
         """
-        if not tf.io.gfile.exists(self._note(number)):
+        # Not the folder alone, which a file that is written makes anew.
+        if not tf.io.gfile.exists(self._begun(number)):
             raise OSError(f"{self._note(number)} is gone: another program writes there, too")
         folder = self._note(number) if self._renames else self.path(number)
-        with tf.io.gfile.GFile(os.path.join(folder, self._marker_name), "w") as file:
-            file.write(json.dumps({"version": number, **about}) + "\n")
+        marker = json.dumps({"version": number, **about})
+        _write(os.path.join(folder, self._marker_name), f"{marker}\n")
+        tf.io.gfile.remove(self._begun(number))
         if self._renames:
             tf.io.gfile.rename(folder, self.path(number))
-        else:
-            tf.io.gfile.remove(self._note(number))
 
     def give_up(self, number: int) -> None:
         """Removes what was written of a version that was begun, and nothing of another program."""
@@ -174,11 +176,17 @@ class Versions:
             tf.io.gfile.remove(note)
 
     def _write_note(self, number: int) -> None:
-        with tf.io.gfile.GFile(self._note(number), "w") as file:
-            file.write(f"Version {number} is being written or removed, until this is gone.\n")
+        about = f"Version {number} is being written or removed, until this is gone.\n"
+        _write(self._note(number), about)
 
     def _note(self, number: int) -> str:
         return os.path.join(self._target, f"{_UNFINISHED}{number}-{self._token}")
+
+    def _begun(self, number: int) -> str:
+        """The file that is there from the begin of a version to its end, unless somebody else has
+        removed what was written of it."""
+        note = self._note(number)
+        return os.path.join(note, _BEGUN) if self._renames else note
 
     def _marker(self, number: int) -> str:
         return os.path.join(self.path(number), self._marker_name)
@@ -188,6 +196,11 @@ class Versions:
             return []
         # Folders of object stores end in a slash.
         return [name.rstrip("/") for name in tf.io.gfile.listdir(self._target)]
+
+
+def _write(path: str, text: str) -> None:
+    with tf.io.gfile.GFile(path, "w") as file:
+        file.write(text)
 
 
 def _number(name: str) -> int | None:

@@ -35,13 +35,16 @@ struct GroupFiles {
   const char* folder;  // of the group that all are in
   const char* limit;
   const char* usage;
-  const char* reclaimable;  // in memory.stat: counted, and given up if needed
+  // Lines of memory.stat: pages of files, counted, and given up if needed.
+  const char* inactive;
+  const char* active;
 };
 constexpr GroupFiles kSecond = {"/sys/fs/cgroup", "/memory.max",
-                                "/memory.current", "inactive_file"};
-constexpr GroupFiles kFirst = {"/sys/fs/cgroup/memory",
-                               "/memory.limit_in_bytes",
-                               "/memory.usage_in_bytes", "total_inactive_file"};
+                                "/memory.current", "inactive_file",
+                                "active_file"};
+constexpr GroupFiles kFirst = {
+    "/sys/fs/cgroup/memory", "/memory.limit_in_bytes", "/memory.usage_in_bytes",
+    "total_inactive_file", "total_active_file"};
 
 // What the limit of the group in a folder leaves. There may be none.
 std::optional<int64_t> LeftInGroup(const GroupFiles& files,
@@ -49,10 +52,11 @@ std::optional<int64_t> LeftInGroup(const GroupFiles& files,
   const auto limit = ReadNumber(folder + files.limit);
   const auto usage = ReadNumber(folder + files.usage);
   if (!limit.has_value() || !usage.has_value()) return std::nullopt;
-  const auto reclaimable =
-      ReadNumber(folder + "/memory.stat", files.reclaimable);
-  const auto used = std::max<int64_t>(*usage - reclaimable.value_or(0), 0);
-  return std::max<int64_t>(*limit - used, 0);
+  int64_t used = *usage;
+  for (const char* name : {files.inactive, files.active}) {
+    used -= ReadNumber(folder + "/memory.stat", name).value_or(0);
+  }
+  return std::max<int64_t>(*limit - std::max<int64_t>(used, 0), 0);
 }
 
 }  // namespace

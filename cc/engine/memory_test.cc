@@ -68,7 +68,7 @@ TEST(MemoryTest, AContainersLimitIsWhatIsAvailable) {
   // Pages of files are given up when memory is needed.
   root.Write("sys/fs/cgroup/memory.stat",
              "anon 7\nactive_file 40000\ninactive_file 50000\n");
-  EXPECT_EQ(root.Available(), 250000);
+  EXPECT_EQ(root.Available(), 290000);
   root.Write("sys/fs/cgroup/memory.current", "600000\n");
   EXPECT_EQ(root.Available(), 0);
   root.Write("sys/fs/cgroup/memory.max", "500000000000\n");
@@ -96,7 +96,8 @@ TEST(MemoryTest, LimitsOfTheFirstVersionOfControlGroupsHoldToo) {
   root.Write(folder + "memory.limit_in_bytes", "9223372036854771712\n");
   root.Write(folder + "memory.usage_in_bytes", "300000\n");
   root.Write(folder + "memory.stat",
-             "inactive_file 7\ntotal_inactive_file 20000\n");
+             "inactive_file 7\ntotal_inactive_file 15000\n"
+             "total_active_file 5000\n");
   EXPECT_EQ(root.Available(), 8000 * 1024);
   root.Write(folder + "memory.limit_in_bytes", "500000\n");
   EXPECT_EQ(root.Available(), 220000);

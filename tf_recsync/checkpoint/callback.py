@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 from absl import logging
 
@@ -223,8 +222,6 @@ class Checkpoint(WritingRows):
         self._has_begun = False  # Whether the first epoch of `fit` has.
         self._own: set[str] = set()  # The checkpoints that this call of `fit` has saved.
         self._resumed: str | None = None  # The one that it was restored from.
-        # Optimizers that put no moving averages into weights when this call of `fit` ends.
-        self._unaveraged: list[keras.optimizers.Optimizer] = []
 
     def on_train_end(self, logs=None):
         try:
@@ -233,7 +230,7 @@ class Checkpoint(WritingRows):
             function = self.model.train_function
             if isinstance(function, TrainFunction):
                 function.end_recovery()
-            self._average_again()
+            self._progress.average_again()
         self.model._initial_epoch = None
         self._progress.calls += 1
 
@@ -257,7 +254,6 @@ class Checkpoint(WritingRows):
         self._has_begun = False
         self._epoch, self._resumed = 0, None
         self._own.clear()
-        self._average_again()  # If the last call had an error.
         super()._prepare()
         if not self.model.built:
             raise ValueError(
@@ -266,6 +262,7 @@ class Checkpoint(WritingRows):
             )
         folder = self._argument[1]
         self._progress = progress = progress_of(self.model, folder)
+        progress.average_again()  # If the last call had an error.
         if self._resume and progress.is_new:
             latest = latest_checkpoint(folder)
             if latest is not None:
@@ -274,7 +271,8 @@ class Checkpoint(WritingRows):
         part = self._part or progress.calls + 1
         if progress.is_done(part):
             self.model._initial_epoch = sys.maxsize
-            self._leave_unaveraged()
+            parts = parts_of(self.model.optimizer)
+            progress.leave_unaveraged(getattr(own, "inner_optimizer", own) for own in parts)
             logging.warning(
                 "This call of fit trains on nothing: %s was done before %s, in which %s was "
                 "saved. %s",
@@ -302,22 +300,6 @@ class Checkpoint(WritingRows):
             if self._resumed is None and not function.unrestored:
                 self._begin()
                 self._wait()
-
-    def _leave_unaveraged(self) -> None:
-        """Has `fit` leave weights as they are, which Keras sets to moving averages at its end.
-
-        What was restored may be of the middle of a later call.
-        """
-        parts = parts_of(self.model.optimizer)
-        inner = [getattr(part, "inner_optimizer", part) for part in parts]
-        self._unaveraged = [part for part in inner if part.use_ema]
-        for part in self._unaveraged:
-            part.use_ema = False
-
-    def _average_again(self) -> None:
-        for part in self._unaveraged:
-            part.use_ema = True
-        self._unaveraged = []
 
     def _go_on(self, part: Part) -> None:
         """Has `fit` begin where it was when the checkpoint was saved that the model is at."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -31,6 +31,7 @@ class Progress:
         at: the checkpoint that the model is as it was in; None if it was trained since.
         metadata: of the checkpoint that it was restored from.
         is_new: whether nothing was restored or begun.
+        unaveraged: optimizers that put no moving averages into weights when this call ends.
     """
 
     calls: int = 0
@@ -39,6 +40,7 @@ class Progress:
     at: str | None = None
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_new: bool = True
+    unaveraged: list[keras.optimizers.Optimizer] = dataclasses.field(default_factory=list)
 
     def restored(self, path: str, metadata: Mapping[str, Any]) -> None:
         """The model was restored from a checkpoint."""
@@ -62,6 +64,21 @@ class Progress:
         if isinstance(self.last, str) and self.last != part:
             self.done.append(self.last)
         self.last, self.is_new = part, False
+
+    def leave_unaveraged(self, optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
+        """Has `fit` leave weights as they are, which Keras sets to moving averages at its end.
+
+        What was restored may be of the middle of a later call.
+        """
+        self.unaveraged = [optimizer for optimizer in optimizers if optimizer.use_ema]
+        for optimizer in self.unaveraged:
+            optimizer.use_ema = False
+
+    def average_again(self) -> None:
+        """Has the next call of `fit` average weights, also if this one has ended by an error."""
+        for optimizer in self.unaveraged:
+            optimizer.use_ema = True
+        self.unaveraged = []
 
     def as_metadata(self) -> dict[str, Any]:
         """What a checkpoint says of it."""

@@ -14,6 +14,11 @@ from tf_recsync.versions import Versions
 from tf_recsync.writing_beside import WritingBeside
 
 
+class _RowsChanged(RuntimeError):
+    """What was written is of no use, as rows were changed meanwhile by something else than updates,
+    and is written anew."""
+
+
 class WritingRows(WritingBeside):
     """Writes versions of which every n-th is full; those between are deltas of the one before.
 
@@ -54,6 +59,7 @@ class WritingRows(WritingBeside):
         # What `_changes` had counted when what is written was read.
         self._changes_at_read = (0, 0)
         self._last_index: RowsIndex | None = None
+        self._was_discarded = False  # Whether the last one was, as rows of tables were set.
 
     # What a subclass provides, and uses.
 
@@ -66,14 +72,12 @@ class WritingRows(WritingBeside):
         self._note_changes()
         return self._chain
 
-    def _note_changes(self) -> bool:
-        """Begins a new chain if rows were changed by something else than updates; whether so."""
+    def _note_changes(self) -> None:
+        """Begins a new chain if rows were changed by something else than updates."""
         changes = self._changes()
-        is_changed = changes != self._changes_at_read
-        if is_changed:
+        if changes != self._changes_at_read:
             self._chain = Chain(self._full_every)
         self._changes_at_read = changes
-        return is_changed
 
     def _is_there(self, base: Base) -> bool:
         """Whether a version that was written is there still: somebody may have removed it."""
@@ -91,10 +95,15 @@ class WritingRows(WritingBeside):
         Raises:
             RuntimeError: if what was written is of no use.
         """
-        if self._changes_at_read != self._changes():
-            raise RuntimeError(
-                "a parameter server was lost, or rows of tables were set, while it was written"
-            )
+        (renewals, sets), before = self._changes(), self._changes_at_read
+        if renewals != before[0]:
+            raise _RowsChanged("a parameter server was lost while it was written")
+        is_mixed = sets != before[1]
+        # Not again and again, of a program that sets rows all the time. A delta would lack some.
+        if is_mixed and not (self._was_discarded and index.base is None):
+            self._was_discarded = True
+            raise _RowsChanged("rows of tables were set while it was written")
+        self._was_discarded = False
         self._last_index = index
         return index.as_json()
 
@@ -121,7 +130,9 @@ class WritingRows(WritingBeside):
         self._changes_at_read = self._changes()
 
     def _is_excused(self, error: Exception) -> bool:
-        return self._note_changes() or super()._is_excused(error)
+        is_lost = self._changes()[0] != self._changes_at_read[0]  # What it was read from.
+        self._note_changes()
+        return is_lost or isinstance(error, _RowsChanged) or super()._is_excused(error)
 
     def _written(self, version: int, step: int, pause: float, seconds: float) -> None:
         index = self._last_index

@@ -461,7 +461,10 @@ class Cluster:
     def _look_up(self, addresses: Sequence[str]) -> bool:
         """Learns what connections to addresses have at their other end; whether that is news."""
         is_news = False
-        for address, peers in signs_of_life.peers_of_each(addresses).items():
+        found = signs_of_life.peers_of_each(addresses)
+        for gone in set(addresses) - found.keys():
+            self._peers.pop(gone, None)  # What it had may be another server's now.
+        for address, peers in found.items():
             ever = self._peers_ever.get(address, set())
             is_news = is_news or not peers <= ever
             self._peers[address], self._peers_ever[address] = peers, ever | peers
@@ -583,7 +586,7 @@ class Cluster:
         """Disconnects from the servers; does nothing the second time.
 
         The memory and the resources that this process holds on the servers are lost. Its own
-        listeners stay confined. Takes 15 seconds at most. After Ctrl-C, call it again.
+        listeners stay confined. Takes some 20 seconds at most. After Ctrl-C, call it again.
         """
         if self._is_over:
             return

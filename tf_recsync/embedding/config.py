@@ -406,8 +406,8 @@ def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfi
             other = in_files.setdefault(own, name)
             if other != name:
                 raise ValueError(
-                    f"tables {other!r} and {name!r}: files would have something of both by the "
-                    f"name {own!r}; give one of them another name."
+                    f"tables {other!r} and {name!r}: in files {own!r} stands for one of them, or "
+                    "for its keys; give one of them another name."
                 )
     for feature in features:
         if feature.table not in names:

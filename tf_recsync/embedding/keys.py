@@ -165,6 +165,15 @@ class KeyedRows:
             variable.beside_table = table
         self.entries.rows_changed = self.forget_index
 
+    def made(self, state: Any) -> None:
+        """An optimizer has made what it keeps beside the rows, to train with that later.
+
+        Args:
+            state: the optimizer's state of the table.
+        """
+        if not self._trained:  # Else rows' next keys concern who trains it, until another one does.
+            self.state = state
+
     def train_with(self, state: Any) -> None:
         """What an optimizer keeps beside the rows begins anew with a row's next key from now on.
 

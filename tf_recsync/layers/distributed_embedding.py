@@ -88,6 +88,8 @@ class DistributedEmbedding(keras.layers.Layer):
     As in keras-rs on machines without SparseCores, tables train with the model's optimizer: the
     `optimizer` and the `placement` of a table's configuration, and the numbers of ids for a
     partition, have no meaning here. There is no `preprocess`, which keras-rs needs with JAX.
+    Ids that a table does not have are an error; XLA could raise none, so Keras does not compile a
+    model that has this layer with XLA.
 
     Args:
         feature_configs: `keras_rs.layers.FeatureConfig`s, nested in dicts, lists and tuples;

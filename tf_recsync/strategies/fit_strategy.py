@@ -727,7 +727,7 @@ def _keras_caller() -> _Caller:
                 length=caller.num_batches,
                 pass_length=caller.data_adapter.num_batches,
                 batch_size=caller.data_adapter.batch_size,
-                first_batches=caller.data_adapter.get_numpy_iterator,
+                first_batches=getattr(caller.data_adapter, "generator", None),
                 arguments=frame.f_locals.get("kwargs", {}),
             )
         verb = frame.f_code.co_name
