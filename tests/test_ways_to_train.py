@@ -306,9 +306,7 @@ def test_each_batch_of_a_generator_counts_though_a_part_is_none(clusters):
     def made():
         for first in range(0, EXAMPLES, BATCH):
             batch = slice(first, first + BATCH)
-            features = {name: inputs[name][batch] for name in ("id", "x")}
-            features["text"] = tf.strings.as_string(features["id"])  # The model ignores it.
-            yield features, None, weights[batch]
+            yield {name: inputs[name][batch] for name in ("id", "x")}, None, weights[batch]
 
     def trained():
         keras.utils.set_random_seed(1)
@@ -320,3 +318,31 @@ def test_each_batch_of_a_generator_counts_though_a_part_is_none(clusters):
         found = trained()
     for own, other in zip(found, trained(), strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-4)
+
+
+class OfTexts(keras.Model):
+    """A model whose inputs are numbers as texts."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, texts):
+        return self.dense(tf.strings.to_number(texts))
+
+
+def test_a_generator_may_yield_texts(clusters):
+    def made():
+        for first in range(0, 8, 2):
+            numbers = np.arange(first, first + 2, dtype=np.float32).reshape(2, 1)
+            yield tf.strings.as_string(numbers), numbers
+
+    def trained():
+        keras.utils.set_random_seed(1)
+        model = OfTexts()
+        model.compile(recsync.optimizers.SGD(0.01), "mse")
+        return model.fit(made(), verbose=0).history["loss"][0]
+
+    with recsync.AsyncStrategy(clusters.get(1, 1)).scope():
+        found = trained()
+    np.testing.assert_allclose(found, trained(), rtol=1e-4)

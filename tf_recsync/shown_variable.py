@@ -40,7 +40,7 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
             called before this process reads or assigns the variable.
         log_decays: a variable beside it with what `settle` applies; None: there is none.
         guard: sees to it that no call to the variable's server waits for ever; None: nobody does.
-        assignments: how often this process has set it, or rows of it.
+        assignments: how often this process has set it, or rows of it without new versions.
     """
 
     assignments = 0
@@ -92,9 +92,13 @@ class ShownVariable(resource_variable_ops.ResourceVariable):
     def __float__(self) -> float:
         return float(self.numpy())
 
-    def tell_of_assignment(self) -> None:
-        """Tells the owner that this process is about to set it; it is up to date then."""
-        self.assignments += 1
+    def tell_of_assignment(self, are_noted: bool = False) -> None:
+        """Tells the owner that this process is about to set it; it is up to date then.
+
+        Args:
+            are_noted: whether only rows are set, and these get new versions. Default False.
+        """
+        self.assignments += not are_noted
         with self.guarded():
             if self.before_assign is not None:
                 self.before_assign()
@@ -167,16 +171,16 @@ def shown(variable: tf.Variable) -> ShownVariable | None:
     return variable if isinstance(variable, ShownVariable) else None
 
 
-def tell_of_assignment(variable: tf.Variable) -> None:
+def tell_of_assignment(variable: tf.Variable, are_noted: bool = False) -> None:
     """Tells a variable's owner that this process is about to set it, whatever kind it is of."""
     if isinstance(variable, ShownVariable):
-        variable.tell_of_assignment()
+        variable.tell_of_assignment(are_noted)
     else:
-        variable.assignments = assignments_of(variable) + 1
+        variable.assignments = assignments_of(variable) + (not are_noted)
 
 
 def assignments_of(variable: tf.Variable) -> int:
-    """How often this process has told that it sets a variable."""
+    """How often this process has told that it sets a variable, but for rows with new versions."""
     return getattr(variable, "assignments", 0)
 
 

@@ -183,10 +183,14 @@ class TableRows:
                 told.enter_context(found.told(settled))
             yield
 
-    def settle(self) -> None:
-        """Brings the rows up to date, before they are set; those who train them know of it."""
+    def settle(self, are_noted: bool = False) -> None:
+        """Brings the rows up to date, before they are set; those who train them know of it.
+
+        Args:
+            are_noted: whether those that are set get new versions, by which deltas find them.
+        """
         for variable in {id(v): v._value for v, _ in self.shards}.values():
-            tell_of_assignment(variable)
+            tell_of_assignment(variable, are_noted)
 
     def _shown(self) -> list[ShownVariable]:
         values = {id(v): shown(v._value) for v, _ in self.shards}.values()

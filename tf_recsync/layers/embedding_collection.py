@@ -430,7 +430,7 @@ class EmbeddingCollection(keras.layers.Layer):
             raise ValueError(f"vectors have shape {vectors.shape}, must have {expected}")
         written = 0
         for keyed, rows in shards:
-            rows.settle()
+            rows.settle(are_noted=True)
             own = np.flatnonzero(keyed.owns(keys))
             block = rows_of_block(4 * expected[1])
             blocks = [own[begin : begin + block] for begin in range(0, len(own), block)]
