@@ -269,7 +269,13 @@ def test_connections_are_cut_to_where_a_server_is_and_has_been(two, monkeypatch)
     where = {address: f"10.0.0.{number}" for number, address in enumerate(addresses)}
     cut = []
     monkeypatch.setattr(signs_of_life, "cut_connections", cut.append)
-    monkeypatch.setattr(signs_of_life, "peers_of", lambda address: {(where[address], 1)})
+
+    def peers_of(address):
+        if address not in where:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return {(where[address], 1)}
+
+    monkeypatch.setattr(signs_of_life, "peers_of", peers_of)
     monkeypatch.setattr(two, "_peers", {})
     monkeypatch.setattr(two, "_peers_ever", {})
     two.readmit()
@@ -280,6 +286,11 @@ def test_connections_are_cut_to_where_a_server_is_and_has_been(two, monkeypatch)
     two.cut_off("worker", 1)
     now, later = ("10.0.0.9", 1), ("10.0.0.10", 1)
     assert cut == [{now}, {now}, {now, later}]
+    del where[addresses[1]]  # Its machine is gone, and another server has what it had.
+    where[addresses[0]] = "10.0.0.10"
+    two.readmit()
+    two.cut_off("worker", 0)
+    assert later in cut[-1]
 
 
 # The last one: what it leaves on the servers is that of a pass that failed.
