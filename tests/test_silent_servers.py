@@ -271,6 +271,8 @@ def test_connections_are_cut_to_where_a_server_is_and_has_been(two, monkeypatch)
     monkeypatch.setattr(signs_of_life, "cut_connections", cut.append)
 
     def peers_of(address):
+        if not where:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
         if address not in where:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return {(where[address], 1)}
@@ -291,6 +293,13 @@ def test_connections_are_cut_to_where_a_server_is_and_has_been(two, monkeypatch)
     two.readmit()
     two.cut_off("worker", 0)
     assert later in cut[-1]
+    # While nobody tells names at all, what was known holds.
+    where[addresses[1]] = "10.0.0.0"
+    two.readmit()
+    where.clear()
+    two.readmit()
+    two.cut_off("worker", 0)
+    assert later in cut[-1] and ("10.0.0.0", 1) not in cut[-1]
 
 
 # The last one: what it leaves on the servers is that of a pass that failed.

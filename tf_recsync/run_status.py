@@ -231,7 +231,7 @@ class Status(keras.callbacks.Callback):
         self._due = self._began = 0.0
         self._epoch = 0
         self._doing = "train"
-        self._has_steps = False  # Whether the train function counts those of this call of `fit`.
+        self._past: object = None  # The pass that the train function counts steps of from before.
         self._logs: dict[str, float] = {}
         self._has_warned = False
 
@@ -245,14 +245,12 @@ class Status(keras.callbacks.Callback):
         self._began, self._epoch, self._logs, self.last = time.time(), 0, {}, None
         for function in (self.model.train_function, self.model.test_function):
             function.observers.add(self)
-        self._has_warned, self._doing, self._has_steps = False, "train", False
+        self._has_warned, self._doing = False, "train"
+        self._past = self.model.train_function.run
         self._put("train")
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self._has_steps = True
 
     def on_train_batch_end(self, batch, logs=None):
         self._note(logs)
@@ -320,12 +318,13 @@ class Status(keras.callbacks.Callback):
         self._due = time.monotonic() + self._every_seconds
         strategy, function = self.model.distribute_strategy, self.model.train_function
         now, before = time.time(), self.last
-        batches = function.epoch_steps if self._has_steps else 0
+        has_steps = function.run is not self._past
+        batches = function.epoch_steps if has_steps else 0
         is_same = before is not None and before.epoch == self._epoch
         done = max(batches - before.batches, 0) if is_same else batches
         seconds = now - (self._began if before is None else before.time)
         waits = strategy.data_wait(self.model)
-        steps = strategy.worker_steps(self.model) if self._has_steps else [0] * len(waits)
+        steps = strategy.worker_steps(self.model) if has_steps else [0] * len(waits)
         expected = self.params.get("steps")
         self.last = RunStatus(
             time=now,

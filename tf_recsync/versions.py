@@ -171,6 +171,9 @@ class Versions:
         if not self._renames and not is_whole and tf.io.gfile.exists(self.path(number)):
             tf.io.gfile.rmtree(self.path(number))
         if tf.io.gfile.isdir(note):
+            begun = os.path.join(note, _BEGUN)
+            if tf.io.gfile.exists(begun):
+                tf.io.gfile.remove(begun)  # First: nobody shall take the rest for a whole version.
             tf.io.gfile.rmtree(note)
         elif tf.io.gfile.exists(note):
             tf.io.gfile.remove(note)

@@ -75,10 +75,11 @@ class Checkpoint(WritingRows):
     Updates take no longer. The first checkpoint of each call of `fit` is full, and so is the one
     after one that could not be saved, after the loss of a parameter server, and after a callback
     has restored a checkpoint, loaded weights or, under a strategy of this package, assigned a
-    table. (Without a strategy, what is assigned to a table is in the next full one.) Tables whose
-    rows change in other ways than by updates that name them are whole in each checkpoint: with
-    `use_ema`, a constraint, or `lazy=False`, with Keras's optimizers, with `weight_decay` where
-    they lie on no parameter server, and where each worker has a copy of them.
+    table. What is being written meanwhile is written anew; if rows are set again meanwhile, it is
+    kept, with a warning. (Without a strategy, what is assigned to a table is in the next full one.)
+    Tables whose rows change in other ways than by updates that name them are whole in each
+    checkpoint: with `use_ema`, a constraint, or `lazy=False`, with Keras's optimizers, with
+    `weight_decay` where they lie on no parameter server, and where each worker has a copy of them.
 
     If this process dies, the same program goes on: at its first `fit` the latest checkpoint is
     restored, whatever the strategy and the number of servers then, and the epoch in which it was

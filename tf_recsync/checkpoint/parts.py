@@ -75,7 +75,7 @@ class Progress:
             optimizer.use_ema = False
 
     def average_again(self) -> None:
-        """Has the next call of `fit` average weights, also if this one has ended by an error."""
+        """Ends that; after a call of `fit` that had an error, the next one that saves here does."""
         for optimizer in self.unaveraged:
             optimizer.use_ema = True
         self.unaveraged = []

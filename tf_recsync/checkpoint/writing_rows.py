@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from absl import logging
+
 from tf_recsync._checks import check_at_least
 from tf_recsync.checkpoint.deltas import Chain
 from tf_recsync.checkpoint.index import Base, RowsIndex
@@ -25,7 +27,8 @@ class WritingRows(WritingBeside):
     A call of `fit` begins with a full one. One that was not written is followed by a full one, and
     so is the loss of a parameter server, or that this process has set rows of tables, as one that
     restores a checkpoint does: then rows get other versions than servers have noted, or older ones
-    that updates may raise to these again.
+    that updates may raise to these again. What is being written meanwhile is discarded, and written
+    anew; but if rows are set again while that is written, it is kept, with a warning.
 
     Args:
         versions: see `WritingBeside`, like the others.
@@ -59,7 +62,7 @@ class WritingRows(WritingBeside):
         # What `_changes` had counted when what is written was read.
         self._changes_at_read = (0, 0)
         self._last_index: RowsIndex | None = None
-        self._was_discarded = False  # Whether the last one was, as rows of tables were set.
+        self._was_discarded = False  # Whether rows of tables were set while the last was written.
 
     # What a subclass provides, and uses.
 
@@ -97,13 +100,20 @@ class WritingRows(WritingBeside):
         """
         (renewals, sets), before = self._changes(), self._changes_at_read
         if renewals != before[0]:
+            self._was_discarded = False
             raise _RowsChanged("a parameter server was lost while it was written")
         is_mixed = sets != before[1]
         # Not again and again, of a program that sets rows all the time. A delta would lack some.
         if is_mixed and not (self._was_discarded and index.base is None):
             self._was_discarded = True
             raise _RowsChanged("rows of tables were set while it was written")
-        self._was_discarded = False
+        if is_mixed:
+            logging.warning(
+                "The %s of global step %d has rows from before and after rows of tables were set, "
+                "which happened again while it was written",
+                *(self._noun, index.global_step),
+            )
+        self._was_discarded = is_mixed
         self._last_index = index
         return index.as_json()
 
@@ -126,6 +136,7 @@ class WritingRows(WritingBeside):
         self._chain = Chain(self._full_every)  # Servers need not keep what the other one has.
 
     def _prepare(self) -> None:
+        self._was_discarded = False
         self._chain = Chain(self._full_every)
         self._changes_at_read = self._changes()
 

@@ -461,10 +461,8 @@ class Cluster:
     def _look_up(self, addresses: Sequence[str]) -> bool:
         """Learns what connections to addresses have at their other end; whether that is news."""
         is_news = False
-        found = signs_of_life.peers_of_each(addresses)
-        for gone in set(addresses) - found.keys():
-            self._peers.pop(gone, None)  # What it had may be another server's now.
-        for address, peers in found.items():
+        for address, peers in signs_of_life.peers_of_each(addresses).items():
+            # Of a name that is gone, nothing: what it had may be another server's now.
             ever = self._peers_ever.get(address, set())
             is_news = is_news or not peers <= ever
             self._peers[address], self._peers_ever[address] = peers, ever | peers

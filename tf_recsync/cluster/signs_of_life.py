@@ -23,6 +23,7 @@ from tf_recsync.cluster.membership import Server
 _GREETING_SECONDS = 1.0  # For the answer to it.
 _ASKERS = 64  # Servers that are asked at the same time.
 _ANSWER_SECONDS = 3.0  # For a sign of life.
+_NO_NAMES = (socket.EAI_NONAME, socket.EAI_NODATA)
 RETRY_SECONDS = 0.1  # Between attempts to reach servers.
 # As in cc/engine/sockets.cc: a machine that is gone is noticed after a minute.
 _KEEP_ALIVE = {
@@ -197,22 +198,26 @@ def peers_of(address: str) -> set[Peer]:
 
 
 def peers_of_each(addresses: Sequence[str]) -> dict[str, set[Peer]]:
-    """The same of several servers, looked up at the same time, without names that are unknown.
+    """The same of several servers, looked up at the same time.
 
     Args:
       addresses: "host:port" of each.
+
+    Returns:
+      Without those of which nobody tells at the moment. A name that does not exist has no peer.
     """
     with futures.ThreadPoolExecutor(_ASKERS) as pool:
-        found = zip(addresses, pool.map(_peers_if_known, addresses), strict=True)
-        return {address: peers for address, peers in found if peers}
+        found = zip(addresses, pool.map(_peers_if_told, addresses), strict=True)
+        return {address: peers for address, peers in found if peers is not None}
 
 
-def _peers_if_known(address: str) -> set[Peer]:
+def _peers_if_told(address: str) -> set[Peer] | None:
     try:
         return peers_of(address)
     except OSError as error:
         logging.warning("%s can't be resolved: %s", address, error)
-        return set()
+        is_none = isinstance(error, socket.gaierror) and error.errno in _NO_NAMES
+        return set() if is_none else None
 
 
 def cut_connections(peers: Collection[Peer]) -> int:
@@ -237,7 +242,7 @@ def keep_alive(address: str) -> None:
     Args:
       address: The server's "host:port".
     """
-    _each_connection(_peers_if_known(address), _probe)
+    _each_connection(_peers_if_told(address) or (), _probe)
 
 
 def _probe(connection: socket.socket) -> None:

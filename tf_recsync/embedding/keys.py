@@ -154,8 +154,9 @@ class KeyedRows:
         self._means = [add("key_mean", passed, "float64")] if config.unknown == "mean" else []
         self._table: keras.Variable | None = None
         self.state: Any = None
-        # The states that it was trained with, one after the other.
-        self._trained: list[weakref.ref] = []
+        # The states with which rows were given to keys, one after the other: what other optimizers
+        # keep beside these rows is not that of their keys any more.
+        self._gave: list[weakref.ref] = []
 
     def attach(self, table: keras.Variable) -> None:
         """Lies beside a variable from now on, as `table.keyed`."""
@@ -165,15 +166,6 @@ class KeyedRows:
             variable.beside_table = table
         self.entries.rows_changed = self.forget_index
 
-    def made(self, state: Any) -> None:
-        """An optimizer has made what it keeps beside the rows, to train with that later.
-
-        Args:
-            state: the optimizer's state of the table.
-        """
-        if not self._trained:  # Else rows' next keys concern who trains it, until another one does.
-            self.state = state
-
     def train_with(self, state: Any) -> None:
         """What an optimizer keeps beside the rows begins anew with a row's next key from now on.
 
@@ -181,20 +173,22 @@ class KeyedRows:
             state: the optimizer's state of the table.
 
         Raises:
-            ValueError: if another one has trained the table since this one did, and may have given
-                rows to other keys.
+            ValueError: if rows may have been given to other keys since this one trained the table.
         """
-        trained = [found() for found in self._trained]
-        if any(state is earlier for earlier in trained[:-1]):
+        if any(state is found() for found in self._gave[:-1]):
             raise ValueError(
                 f"table {self.table!r} has keys='any', and another model's optimizer has trained "
-                "it since this model's did, which does not know to which keys rows were given "
-                "since: compile this model again, so that its optimizer begins anew, or train both "
-                "as one model"
+                "it since this model's did, or keys were written to it with that one, so that this "
+                "one does not know to which keys rows were given since: compile this model again, "
+                "so that its optimizer begins anew, or train both as one model"
             )
-        if not trained or state is not trained[-1]:
-            self._trained.append(weakref.ref(state))
         self.state = state
+        self._note_giving()
+
+    def _note_giving(self) -> None:
+        """Rows may be given to keys from now on, of which the present state knows alone."""
+        if not self._gave or self._gave[-1]() is not self.state:
+            self._gave.append(weakref.ref(self.state))
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -283,6 +277,7 @@ class KeyedRows:
                 updates=tf.cast(tf.gather(vectors, known), table.dtype),
             )
             if self.state is not None:
+                self._note_giving()
                 # By its version a row is known to have changed.
                 tf.raw_ops.ResourceScatterAdd(
                     resource=self.state.versions._value.handle,

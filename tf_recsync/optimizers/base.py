@@ -349,7 +349,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
                     f"{variable.path}, whose ids are keys, not {self.gradient_accumulation_steps}: "
                     "gradients of a row would go to the key that has it when they are applied"
                 )
-            variable.keyed.made(state)
+            variable.keyed.state = state
         return state
 
     def _make_log_decays(self, variable, beside) -> list[keras.Variable]:

@@ -334,6 +334,11 @@ class Steps:
         return steps
 
     @property
+    def run(self) -> WorkerRun | None:
+        """The pass that runs, or ran last; None before the first one."""
+        return self._run
+
+    @property
     def epoch_steps(self) -> int:
         """The steps of the epoch that runs, or ran last, that workers have finished."""
         if self._run is None:
