@@ -263,6 +263,19 @@ def test_parquet_is_read_by_row_group(tmp_path, monkeypatch):
     assert sum(len(label) for _, label in iterator) == data.train_rows - 10
 
 
+def of_words(single, several, words) -> rd.Schema:
+    """Two categorical columns of the same words: one has a word, the other a list of them."""
+    words = tuple(words)
+    return rd.Schema(
+        label="click",
+        positive=("1",),
+        categorical=(
+            rd.CategoricalColumn(single, vocabulary=words),
+            rd.CategoricalColumn(several, vocabulary=words, multi_hot=True),
+        ),
+    )
+
+
 @pytest.mark.parametrize("kind", ["Parquet", "TfRecord"])
 def test_floats_have_the_same_texts_as_categories_in_all_formats(tmp_path, kind):
     texts = ["7", "1234567", "1234568", "10000000000", "0", "0.1", "0.33333334", "-2.5", "1e-05"]
@@ -275,15 +288,7 @@ def test_floats_have_the_same_texts_as_categories_in_all_formats(tmp_path, kind)
     else:
         values = [{"x": x, "xs": [x], "click": 1.0} for x in [*numbers, float("nan")]]
         path = write_tfrecord(tmp_path / "a", values)
-    words = tuple(texts)
-    described = rd.Schema(
-        label="click",
-        positive=("1",),
-        categorical=(
-            rd.CategoricalColumn("x", vocabulary=words),
-            rd.CategoricalColumn("xs", vocabulary=words, multi_hot=True),
-        ),
-    )
+    described = of_words("x", "xs", texts)
     ((features, label),) = read(path, kind, schema=described).train(16)
     assert features["x"].numpy().tolist() == [*range(2, 11), 0], "what is no number is missing"
     assert features["xs"].to_list() == [[i] for i in [*range(2, 11), 0]]
@@ -509,15 +514,7 @@ def test_decimals_are_the_same_categories_as_other_numbers(tmp_path):
     table = {"click": pa.array(map(decimal.Decimal, ["1.00", "0.00"] * 3), pa.decimal128(10, 2))}
     table |= {"price": decimals, "prices": pa.array([values[:4]] * 6)}
     pq.write_table(pa.table(table), tmp_path / "a")
-    words = tuple(text for text in shown if text is not None)
-    described = rd.Schema(
-        label="click",
-        positive=("1",),
-        categorical=(
-            rd.CategoricalColumn("price", vocabulary=words),
-            rd.CategoricalColumn("prices", vocabulary=words, multi_hot=True),
-        ),
-    )
+    described = of_words("price", "prices", [text for text in shown if text is not None])
     ((features, label),) = read(tmp_path / "a", "Parquet", schema=described).train(6)
     assert label.numpy().ravel().tolist() == [1, 0, 1, 0, 1, 0]
     assert features["price"].numpy().tolist() == [2, 3, 4, 5, 0, 6]

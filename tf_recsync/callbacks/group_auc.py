@@ -10,6 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync.metrics.exact import group_auc
+from tf_recsync.strategies.distributed_dataset import iterated_here
 
 
 class GroupAUC(keras.callbacks.Callback):
@@ -69,15 +70,11 @@ class GroupAUC(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self._has_told = False
-        # An iterator is put where its dataset is; one made before the cluster was connected is
-        # on a device that has another name now.
-        with tf.device("/CPU:0"):
-            dataset, first = self._dataset.take(-1), self._dataset.take(1)
         # The same examples for all epochs, in the order in which they are predicted.
-        batches = [self._read(batch) for batch in dataset]
+        batches = [self._read(batch) for batch in iterated_here(self._dataset)]
         if not batches:
             raise ValueError("dataset: has no batches, must have one at least.")
-        for batch in first:
+        for batch in iterated_here(self._dataset, 1):
             if not all(map(np.array_equal, self._read(batch), batches[0])):
                 raise ValueError(
                     "dataset: gives its examples in another order each time, must give them in the "

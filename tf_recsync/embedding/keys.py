@@ -419,7 +419,7 @@ def found_here(
             "a table with keys='any' can't be looked up in Keras's stateless calls, which give it "
             "no variable"
         )
-    if tf.executing_eagerly() and (own := shown(value)) is not None:
+    if (own := shown(value)) is not None:
         own.tell()  # Or training may give rows to other keys before they are read.
     rows, _ = keyed.find(tf.concat([own.ids for own in bags], 0), inserts)
     parts = tf.split(rows, [tf.size(own.ids) for own in bags])

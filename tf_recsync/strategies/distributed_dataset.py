@@ -33,6 +33,16 @@ from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
 
 
+def iterated_here(dataset: tf.data.Dataset, batches: int = -1) -> tf.data.Dataset:
+    """The first batches of a dataset, or all (-1), for this process to iterate over.
+
+    An iterator is put where its dataset is; one made before the cluster was connected is on a
+    device that has another name now.
+    """
+    with tf.device("/CPU:0"):
+        return dataset.take(batches)
+
+
 def without_optionals(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """A dataset with None in place of optionals, which Keras makes of a generator's None.
 
@@ -433,13 +443,9 @@ class DistributedDataset:
             # A pipeline takes more of the generator than it gives, and nobody would train on that.
             yield from self._first_batches()
             return
-        # An iterator is put where its dataset is; one made before the cluster was connected is
-        # on a device that has another name now.
         is_empty = True
         for dataset in [self.dataset] if self._apart is None else self._apart.all():
-            with tf.device("/CPU:0"):
-                dataset = dataset.take(-1)
-            for batch in dataset:
+            for batch in iterated_here(dataset):
                 is_empty = False
                 yield batch
         if is_empty:

@@ -121,13 +121,7 @@ class TrainFunction(Steps):
 
     def _goes_on(self, error: BaseException, iterator: Any) -> bool:
         self._failed()
-        is_recovered = False
-        try:
-            is_recovered = self._recovered(error, iterator)
-        finally:
-            if not is_recovered:
-                self._leave_kept(iterator)
-        return is_recovered
+        return self._recovered(error, iterator, iterator)
 
     # Where it is in the data.
 
@@ -213,13 +207,7 @@ class TrainFunction(Steps):
             # Its workers wait for steps, and keep their data if it has failed.
             self._end_failed(iterator.run, error)
             _leave_run(iterator)
-        is_recovered = False
-        try:
-            is_recovered = self._recovered(error, None)
-        finally:
-            if not is_recovered:
-                self._leave_kept(iterator)
-        return is_recovered
+        return self._recovered(error, None, iterator)
 
     def end_recovery(self) -> None:
         """`fit` ends: from now on nobody goes on after the loss of a parameter server."""
@@ -237,15 +225,30 @@ class TrainFunction(Steps):
         with self.watched():
             return bool(find_lost(self._settings.cluster, error, self.spared(), self.lives))
 
-    def _recovered(self, error: BaseException, iterator: DistributedIterator | None) -> bool:
-        """Whether training has failed as a parameter server was lost, and goes on."""
-        if not isinstance(error, Exception) or not self._can_recover() or self.cluster.is_closed:
-            return False
-        self._is_recovering = True
+    def _recovered(
+        self,
+        error: BaseException,
+        iterator: DistributedIterator | None,
+        kept: DistributedIterator | None,
+    ) -> bool:
+        """Whether training has failed as a parameter server was lost, and goes on; if it does not,
+        workers leave the data that they have kept.
+
+        Args:
+            error: by which it has failed.
+            iterator: whose pass has failed; None: training stood between two epochs.
+            kept: the iterator of the pass whose data workers have kept, if there is one.
+        """
+        goes_on = False
         try:
-            return recovered(self, error, iterator)
+            if isinstance(error, Exception) and self._can_recover() and not self.cluster.is_closed:
+                self._is_recovering = True
+                goes_on = recovered(self, error, iterator)
         finally:
             self._is_recovering = False
+            if not goes_on:
+                self._leave_kept(kept)
+        return goes_on
 
     def leave_pass(self, iterator: DistributedIterator | None) -> None:
         """A pass has failed: all that was made for it ends, but for the data that workers have."""
