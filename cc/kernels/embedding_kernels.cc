@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -120,8 +121,9 @@ class RouteIdsOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("P", &tables_));
     OP_REQUIRES_OK(ctx, ReadList(ctx, "has_bags", tables_, &has_bags_));
     OP_REQUIRES_OK(ctx, ReadList(ctx, "has_scales", tables_, &has_scales_));
-    OP_REQUIRES_OK(ctx, ReadFeatures(ctx, tables_, &features_));
-    for (const RoutedFeature& feature : features_) {
+    std::vector<RoutedFeature> features;
+    OP_REQUIRES_OK(ctx, ReadFeatures(ctx, tables_, &features));
+    for (const RoutedFeature& feature : features) {
       for (const ShardPlace& shard : feature.shards) {
         OP_REQUIRES(ctx, has_bags_[shard.table] || feature.is_single(),
                     absl::InvalidArgumentError(absl::StrCat(
@@ -136,22 +138,22 @@ class RouteIdsOp : public OpKernel {
                         feature.name, ", whose bags are weighted sums")));
       }
     }
+    router_ = std::make_unique<IdRouter>(std::move(features), has_bags_);
   }
 
   void Compute(OpKernelContext* ctx) override {
     std::vector<RoutedInput<Index>> inputs;
     int64_t batch = 0;
     OP_REQUIRES_OK(ctx, ReadInputs(ctx, &inputs, &batch));
-    // Not kept: the kernel is called by many threads.
-    IdRouter router(&features_, has_bags_);
-    const Result routed = router.Route(inputs, batch);
+    std::vector<RoutedTable> routed_tables;
+    const Result routed = router_->Route(inputs, batch, &routed_tables);
     OP_REQUIRES(ctx, routed.ok(), absl::InvalidArgumentError(routed.error()));
     Tensor* examples;
     OP_REQUIRES_OK(ctx, ctx->allocate_output(0, TensorShape({}), &examples));
     examples->scalar<int64_t>()() = batch;
     const std::vector<float> no_scales;
     for (int t = 0; t < tables_; ++t) {
-      const RoutedTable& table = router.table(t);
+      const RoutedTable& table = routed_tables[t];
       OP_REQUIRES_OK(ctx, Output(ctx, "rows", t, table.rows));
       OP_REQUIRES_OK(ctx, Output(ctx, "bags", t, table.bags));
       OP_REQUIRES_OK(ctx, Output(ctx, "scales", t,
@@ -190,8 +192,9 @@ class RouteIdsOp : public OpKernel {
     }
     int ragged = 0, weighted = 0;
     *batch = -1;
-    for (size_t f = 0; f < features_.size(); ++f) {
-      const RoutedFeature& feature = features_[f];
+    const std::vector<RoutedFeature>& features = router_->features();
+    for (size_t f = 0; f < features.size(); ++f) {
+      const RoutedFeature& feature = features[f];
       RoutedInput<Index> input = {ids[f].template flat<Index>().data(),
                                   ids[f].NumElements(), nullptr, nullptr};
       int64_t examples;
@@ -211,7 +214,7 @@ class RouteIdsOp : public OpKernel {
         return absl::InvalidArgumentError(
             absl::StrCat("feature ", feature.name, " of table ", feature.table,
                          " has ", examples, " examples, feature ",
-                         features_[0].name, " has ", *batch));
+                         features[0].name, " has ", *batch));
       }
       if (feature.weighted) {
         if (weighted >= weights.size() ||
@@ -239,7 +242,7 @@ class RouteIdsOp : public OpKernel {
   int tables_;
   std::vector<bool> has_bags_;
   std::vector<bool> has_scales_;
-  std::vector<RoutedFeature> features_;
+  std::unique_ptr<const IdRouter> router_;
 };
 
 // The columns of the features in the assembled vectors.
@@ -270,21 +273,28 @@ class Columns {
                        " vectors and ", sources.NumElements(), " sources"));
     }
     const int32_t* source = sources.flat<int32_t>().data();
+    // Slots come feature by feature: a division for each feature, not slot.
+    int64_t first = 0, end = 0, begin = 0;  // of the last slot's feature
     for (int64_t i = 0; i < n; ++i) {
       const int64_t vector = shared ? source[i] : i;
       if (vector < 0 || vector >= vectors) {
         return absl::InvalidArgumentError(absl::StrCat(
             "sources holds ", vector, ", there are ", vectors, " vectors"));
       }
-      const int64_t feature = batch == 0 ? -1 : slot[i] / batch;
-      if (slot[i] < 0 || feature < 0 ||
-          feature >= static_cast<int64_t>(begins_.size()) ||
-          dimensions_[feature] != dimension) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "slots holds ", slot[i], ", which is not a slot of a feature of ",
-            "dimension ", dimension, " in a batch of ", batch));
+      if (slot[i] < first || slot[i] >= end) {
+        const int64_t feature = batch == 0 ? -1 : slot[i] / batch;
+        if (slot[i] < 0 || feature < 0 ||
+            feature >= static_cast<int64_t>(begins_.size()) ||
+            dimensions_[feature] != dimension) {
+          return absl::InvalidArgumentError(absl::StrCat(
+              "slots holds ", slot[i], ", which is not a slot of a feature of ",
+              "dimension ", dimension, " in a batch of ", batch));
+        }
+        first = feature * batch;
+        end = first + batch;
+        begin = begins_[feature];
       }
-      visit(vector, (slot[i] % batch) * width_ + begins_[feature]);
+      visit(vector, (slot[i] - first) * width_ + begin);
     }
     return absl::OkStatus();
   }
@@ -308,6 +318,28 @@ absl::Status ReadDimensions(OpKernelConstruction* ctx, const char* name,
     left -= dimension;
   }
   return absl::OkStatus();
+}
+
+// Adds a vector to another one. Common widths are compiled in.
+inline void AddVector(const float* __restrict from, int64_t n,
+                      float* __restrict to) {
+  const auto add = [from, to](int64_t width) {
+    for (int64_t j = 0; j < width; ++j) to[j] += from[j];
+  };
+  switch (n) {
+    case 1:
+      return add(1);
+    case 8:
+      return add(8);
+    case 16:
+      return add(16);
+    case 32:
+      return add(32);
+    case 64:
+      return add(64);
+    default:
+      return add(n);
+  }
 }
 
 class AssembleOp : public OpKernel {
@@ -349,15 +381,12 @@ class AssembleOp : public OpKernel {
                       sources[t].shape().DebugString())));
       const int64_t dimension = pooled[t].dim_size(1);
       const float* from = pooled[t].flat<float>().data();
-      OP_REQUIRES_OK(
-          ctx,
-          columns.Visit(slots[t], sources[t], pooled[t].dim_size(0), dimension,
-                        batch, [&](int64_t vector, int64_t offset) {
-                          const float* own = from + vector * dimension;
-                          for (int64_t j = 0; j < dimension; ++j) {
-                            out[offset + j] += own[j];
-                          }
-                        }));
+      OP_REQUIRES_OK(ctx, columns.Visit(slots[t], sources[t],
+                                        pooled[t].dim_size(0), dimension, batch,
+                                        [&](int64_t vector, int64_t offset) {
+                                          AddVector(from + vector * dimension,
+                                                    dimension, out + offset);
+                                        }));
     }
   }
 
@@ -419,11 +448,8 @@ class AssembleGradOp : public OpKernel {
       OP_REQUIRES_OK(ctx, columns.Visit(slots[t], sources[t], n, dimension,
                                         gradient.dim_size(0),
                                         [&](int64_t vector, int64_t offset) {
-                                          float* own = to + vector * dimension;
-                                          for (int64_t j = 0; j < dimension;
-                                               ++j) {
-                                            own[j] += from[offset + j];
-                                          }
+                                          AddVector(from + offset, dimension,
+                                                    to + vector * dimension);
                                         }));
     }
   }
