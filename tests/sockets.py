@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import ipaddress
 import os
 import pathlib
 import re
+import socket
 import sys
 from collections.abc import Iterator
 
 _ESTABLISHED, _LISTEN = "01", "0A"
+_PIDFD_GETFD = 438  # The number of the system call.
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def listening_addresses(pid: int) -> list[tuple[str, int]]:
@@ -23,11 +28,40 @@ def open_connections(pid: int) -> list[int]:
     return [port for _, port in _own_addresses(pid, _ESTABLISHED)]
 
 
+def end_connections(pid: int, port: int) -> None:
+    """Ends a process's connections to a port, as if the network had lost them."""
+    inodes = {inode for inode, _, remote in _sockets(pid, _ESTABLISHED) if remote[1] == port}
+    process = os.pidfd_open(pid)
+    try:
+        for descriptor, inode in _descriptors(pid):
+            if inode not in inodes:
+                continue
+            copy = _libc.syscall(_PIDFD_GETFD, process, descriptor, 0)
+            if copy < 0:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))
+            with socket.socket(fileno=copy) as own:
+                own.shutdown(socket.SHUT_RDWR)
+    finally:
+        os.close(process)
+
+
 def _own_addresses(pid: int, state: str) -> Iterator[tuple[str, int]]:
-    inodes = set()
+    for _, own, _ in _sockets(pid, state):
+        yield own
+
+
+def _descriptors(pid: int) -> Iterator[tuple[int, str]]:
+    """A process's sockets: descriptors and inodes."""
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
-            inodes.update(re.findall(r"^socket:\[(\d+)\]$", os.readlink(entry.path)))
+            for inode in re.findall(r"^socket:\[(\d+)\]$", os.readlink(entry.path)):
+                yield int(entry.name), inode
+
+
+def _sockets(pid: int, state: str) -> Iterator[tuple[str, tuple[str, int], tuple[str, int]]]:
+    """A process's sockets in a state: inodes, and the addresses of both ends."""
+    inodes = {inode for _, inode in _descriptors(pid)}
     for table in ("tcp", "tcp6"):
         path = pathlib.Path(f"/proc/{pid}/net/{table}")
         if not path.exists():  # No IPv6 here.
@@ -36,12 +70,15 @@ def _own_addresses(pid: int, state: str) -> Iterator[tuple[str, int]]:
             fields = line.split()
             if fields[3] != state or fields[9] not in inodes:
                 continue
-            address, port = fields[1].split(":")
-            # Words of four bytes in the machine's order.
-            packed = b"".join(
-                int(address[i : i + 8], 16).to_bytes(4, sys.byteorder)
-                for i in range(0, len(address), 8)
-            )
-            parsed = ipaddress.ip_address(packed)
-            parsed = getattr(parsed, "ipv4_mapped", None) or parsed
-            yield str(parsed), int(port, 16)
+            yield fields[9], _address(fields[1]), _address(fields[2])
+
+
+def _address(text: str) -> tuple[str, int]:
+    address, port = text.split(":")
+    # Words of four bytes in the machine's order.
+    packed = b"".join(
+        int(address[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(address), 8)
+    )
+    parsed = ipaddress.ip_address(packed)
+    parsed = getattr(parsed, "ipv4_mapped", None) or parsed
+    return str(parsed), int(port, 16)

@@ -25,7 +25,7 @@ from helpers import (
     slope_model,
     wait_until,
 )
-from sockets import listening_addresses, open_connections
+from sockets import end_connections, listening_addresses, open_connections
 
 import tf_recsync as recsync
 from tf_recsync.cluster.silence_watch import Wait
@@ -353,6 +353,30 @@ def test_a_server_that_was_started_again_is_found_again(cluster, job):
     for _ in range(20):
         assert function()[0].numpy() == [2.0]
     assert connections_to(cluster, job, 0) > 0
+
+
+def test_a_server_that_stood_still_when_it_was_first_asked_is_asked_again(cluster, monkeypatch):
+    only_stopped_ones_are_silent(monkeypatch, cluster)
+    function = pass_on([tf.constant([1.0])])
+
+    def is_too_late() -> bool:
+        """Whether it does not tell its address as long as others wait for that."""
+        while connections_to(cluster, "ps", 0) == 0:
+            function()
+        cluster.pause("ps", 0)
+        end_connections(cluster.pid("worker", 1), own_port(cluster, "ps", 0))
+        resume = threading.Timer(7.0, cluster.resume, ["ps", 0])
+        resume.start()
+        function()
+        resume.join()
+        return connections_to(cluster, "ps", 0) == 0
+
+    def is_connected() -> bool:
+        function()
+        return connections_to(cluster, "ps", 0) > 0
+
+    assert any(is_too_late() for _ in range(5))  # Who waits may stand still itself.
+    assert wait_until(is_connected, 200)
 
 
 def test_training_goes_on_when_a_worker_is_killed_and_comes_back(cluster, caplog):

@@ -1,5 +1,7 @@
 #include "cc/transport/rendezvous_mgr.h"
 
+#include <algorithm>
+#include <chrono>
 #include <iterator>
 #include <utility>
 
@@ -32,7 +34,11 @@ constexpr double kGiveUpSeconds = 1.0;
 // How long a server may take to tell its address. One that takes part by
 // TensorFlow's calls alone waits for somebody to send the tensor that we ask
 // for.
-constexpr double kAddressSeconds = 10.0;
+constexpr double kAddressSeconds = 5.0;
+// When a server that could not be reached is asked again: first, and at most,
+// as each attempt that fails doubles it.
+constexpr double kAgainSeconds = 2.0;
+constexpr double kMostAgainSeconds = 300.0;
 
 // What a server tells: its version of the transport, host, port and secret.
 constexpr int64_t kAddressParts = 4;
@@ -162,15 +168,18 @@ std::shared_ptr<TensorClient> RendezvousMgr::ClientOf(
     MutexLock lock(&mu_);
     const auto found = peers_.find(parsed.src_incarnation);
     if (found != peers_.end() && !found->second.is_gone()) {
-      const Peer& peer = found->second;
-      return peer.is_ready ? peer.client : nullptr;
+      Peer& peer = found->second;
+      if (peer.is_ready) return peer.client;
+      if (std::chrono::steady_clock::now() < peer.again) return nullptr;
+      peer.again = kNever;
+    } else {
+      // One that is started again has another incarnation: nobody asks for what
+      // it was. One that was not can perhaps be reached again.
+      for (auto peer = peers_.begin(); peer != peers_.end();) {
+        peer = peer->second.is_gone() ? peers_.erase(peer) : std::next(peer);
+      }
+      peers_.try_emplace(parsed.src_incarnation);
     }
-    // One that is started again has another incarnation: nobody asks for what
-    // it was. One that was not can perhaps be reached again.
-    for (auto peer = peers_.begin(); peer != peers_.end();) {
-      peer = peer->second.is_gone() ? peers_.erase(peer) : std::next(peer);
-    }
-    peers_.try_emplace(parsed.src_incarnation);
   }
   Ask(parsed, worker, session);
   return nullptr;
@@ -197,7 +206,12 @@ void RendezvousMgr::Ask(const Rendezvous::ParsedKey& parsed,
   RpcCall* const started = call.get();
   started->Start([this, call = std::move(call), worker,
                   incarnation = parsed.src_incarnation] {
-    if (absl::IsDeadlineExceeded(call->status())) return;
+    if (absl::IsDeadlineExceeded(call->status())) {
+      // One that takes part by TensorFlow's calls alone; or one that stood
+      // still.
+      AskLater(incarnation);
+      return;
+    }
     if (!call->status().ok()) {
       // It may be started again, or reached again.
       Forget(incarnation);
@@ -237,7 +251,10 @@ Result RendezvousMgr::ConnectToAddress(uint64_t incarnation,
   const std::string host(parts(1));
   std::string error;
   auto addresses = ResolveHost(host, &error);
-  if (addresses.empty()) return Result::Error(error);
+  if (addresses.empty()) {
+    AskLater(incarnation);
+    return Result::Error(error);
+  }
   ConnectTo(incarnation, worker, std::move(addresses), port,
             std::string(parts(3)));
   return Result::Ok();
@@ -246,6 +263,16 @@ Result RendezvousMgr::ConnectToAddress(uint64_t incarnation,
 void RendezvousMgr::Forget(uint64_t incarnation) {
   MutexLock lock(&mu_);
   peers_.erase(incarnation);
+}
+
+void RendezvousMgr::AskLater(uint64_t incarnation) {
+  MutexLock lock(&mu_);
+  const auto found = peers_.find(incarnation);
+  if (found == peers_.end()) return;
+  Peer& peer = found->second;
+  peer.wait = std::clamp(2 * peer.wait, kAgainSeconds, kMostAgainSeconds);
+  peer.again = std::chrono::steady_clock::now() +
+               std::chrono::milliseconds(static_cast<int64_t>(1e3 * peer.wait));
 }
 
 void RendezvousMgr::ConnectTo(uint64_t incarnation, const std::string& worker,
@@ -269,6 +296,7 @@ void RendezvousMgr::ConnectTo(uint64_t incarnation, const std::string& worker,
       LOG(WARNING) << "Tensors of " << worker << " go through gRPC: port "
                    << port << " of " << address
                    << " can't be reached: " << status.message();
+      AskLater(incarnation);
     }
   };
   client->Connect(&loop_, address, port, secret, std::move(ready), client);

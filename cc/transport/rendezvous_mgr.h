@@ -7,11 +7,14 @@
 // TensorServer, by the same kind of call, for a step that no program has. What
 // has no such address, or one of another version, does not let us connect, or
 // keeps its tensors elsewhere than in a CPU's memory, is asked TensorFlow's way
-// on and on; a warning says why, unless it has told nothing at all.
+// on and on; a warning says why, unless it has told nothing at all. What could
+// not be reached, or told nothing, is asked again after some seconds, then
+// minutes.
 
 #ifndef TF_RECSYNC_CC_TRANSPORT_RENDEZVOUS_MGR_H_
 #define TF_RECSYNC_CC_TRANSPORT_RENDEZVOUS_MGR_H_
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -42,7 +45,7 @@ class RendezvousMgr : public tensorflow::BaseRendezvousMgr {
                       tensorflow::Rendezvous::DoneCallback done) override;
 
   // The connection to the server that has a key's tensor; null if there is
-  // none, for now or for ever.
+  // none, for now or for ever. Asks for its address now and then.
   std::shared_ptr<TensorClient> ClientOf(
       const tensorflow::Rendezvous::ParsedKey& parsed,
       const std::string& worker, tensorflow::WorkerSession* session)
@@ -55,9 +58,14 @@ class RendezvousMgr : public tensorflow::BaseRendezvousMgr {
       int64_t step_id, const tensorflow::WorkerEnv* env) override;
 
  private:
+  using Time = std::chrono::steady_clock::time_point;
+  static constexpr Time kNever = Time::max();
+
   struct Peer {
     std::shared_ptr<TensorClient> client;
     bool is_ready = false;
+    double wait = 0.0;    // Seconds, before the last attempt.
+    Time again = kNever;  // When to ask again.
 
     // Whether it could be reached, and can't any more.
     bool is_gone() const { return is_ready && client->is_closed(); }
@@ -70,6 +78,8 @@ class RendezvousMgr : public tensorflow::BaseRendezvousMgr {
   Result ConnectToAddress(uint64_t incarnation, const std::string& worker,
                           const tensorflow::Tensor& address)
       ABSL_LOCKS_EXCLUDED(mu_);
+  // A server could not be reached, for now.
+  void AskLater(uint64_t incarnation) ABSL_LOCKS_EXCLUDED(mu_);
   void Forget(uint64_t incarnation) ABSL_LOCKS_EXCLUDED(mu_);
   // Tries one of a server's addresses after the other, from the first on.
   void ConnectTo(uint64_t incarnation, const std::string& worker,
