@@ -275,7 +275,8 @@ def _ask(device: str) -> Exception | None:
     try:
         with tf.device(device):
             fetch(tf.add(1, 2))
-    except (tf.errors.OpError, RuntimeError) as error:
+    # The latter for messages of errors, and tensors, from a server that is being cut off.
+    except (tf.errors.OpError, RuntimeError, ValueError) as error:
         logging.debug("%s can't be reached: %s", device, error)
         return error
     return None
