@@ -42,8 +42,8 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+# Not "members": it would take the place of the lists that pages have.
 autodoc_default_options = {
-    "members": True,
     "imported-members": True,
     "show-inheritance": True,
 }

@@ -382,6 +382,8 @@ def train(title, model, data, strategy) -> None:
             FLAGS.checkpoint, every_seconds=FLAGS.checkpoint_every_seconds
         )
         callbacks.append(saving)
+    if strategy is not None:
+        callbacks.append(recsync.callbacks.Status())
     counts = Counts()
     callbacks.append(counts)
     start = time.monotonic()

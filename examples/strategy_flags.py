@@ -185,6 +185,16 @@ flags.DEFINE_float("slow_factor", 4.0, "How many times the compute time of slow 
 flags.DEFINE_string(
     "bind_address", None, "With TF_CONFIG: the address that this process's own servers listen on."
 )
+flags.DEFINE_float(
+    "connect_seconds", 60.0, "With TF_CONFIG: for how long servers are waited for.", lower_bound=0.1
+)
+flags.DEFINE_integer(
+    "min_workers",
+    None,
+    "With TF_CONFIG: how many workers suffice after that; the others take part when they are up. "
+    "Default: all.",
+    lower_bound=1,
+)
 
 # Flags that mean nothing unless another flag has one of some values.
 APPLIES: dict[str, tuple[str, list[Any]]] = {
@@ -274,8 +284,10 @@ def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
         for name in ("workers", "ps", "readers", "transport"):
             if FLAGS[name].present:
                 raise app.UsageError(f"--{name} is the servers' affair with TF_CONFIG set")
-    elif FLAGS.bind_address:
-        raise app.UsageError("--bind_address applies only with TF_CONFIG set")
+    else:
+        for name in ("bind_address", "connect_seconds", "min_workers"):
+            if FLAGS[name].present:
+                raise app.UsageError(f"--{name} applies only with TF_CONFIG set")
     with usage_errors():
         _slowdown(FLAGS.workers)
         if FLAGS.strategy in WITH_COPIES:
@@ -340,13 +352,16 @@ def make_strategy(stack: contextlib.ExitStack) -> Any:
         return None
     if "TF_CONFIG" in os.environ:
         cluster = recsync.cluster_from_tf_config(bind_address=FLAGS.bind_address)
+        stack.enter_context(cluster)
+        with usage_errors():
+            cluster.connect(FLAGS.connect_seconds, min_workers=FLAGS.min_workers)
     else:
         ps = 0 if FLAGS.strategy == "hop" and not FLAGS["ps"].present else FLAGS.ps
         ps += FLAGS.sync_ps if FLAGS.strategy in WITH_SYNC_PS else 0
         cluster = recsync.LocalCluster(
             workers=FLAGS.workers, ps=ps, readers=FLAGS.readers, transport=FLAGS.transport
         )
-    stack.enter_context(cluster)
+        stack.enter_context(cluster)
     if FLAGS.strategy == "hop":
         strategy = _make_hop(cluster)
     elif FLAGS.strategy in SHADOW_SYNC:

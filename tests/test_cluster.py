@@ -23,6 +23,7 @@ from started_servers import Server
 from tensorflow.python.eager import context
 
 import tf_recsync as recsync
+from tf_recsync import _engine
 from tf_recsync import cluster as recsync_cluster
 from tf_recsync.cluster import (
     connection,
@@ -346,6 +347,33 @@ def test_second_cluster_waits_for_the_first_to_close(cluster, monkeypatch):
     second = recsync_cluster.cluster_from_tf_config()
     with pytest.raises(RuntimeError, match="connected to another cluster.*close"):
         second.connect(timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("started_on", "bind_address", "where"),
+    [
+        ("127.0.0.1", "127.0.0.2", "127.0.0.1"),
+        ("127.0.0.1", "0.0.0.0", "127.0.0.1"),
+        ("", "127.0.0.1", "all interfaces"),
+    ],
+)
+def test_a_bind_address_is_refused_when_the_server_of_this_process_listens_elsewhere(
+    cluster, monkeypatch, started_on, bind_address, where
+):
+    assert server_defs._listens_on == "127.0.0.1"  # As of any LocalCluster.
+    monkeypatch.setattr(server_defs, "_listens_on", started_on)
+    late = connection.Cluster(
+        {"worker": ["127.0.0.1:1"]},
+        chief_address=cluster._chief_address,
+        bind_address=bind_address,
+    )
+    message = f"bind_address='{bind_address}' comes too late: .* listens on {where}, since"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            late.start_alone()
+        assert _engine.confined_address() == "127.0.0.1"
+    # Another chief gets a server of its own.
+    assert server_defs.listens_on("127.0.0.1:1") is None
 
 
 def test_reopening_after_close_and_after_a_taken_port(cluster, monkeypatch):

@@ -355,6 +355,50 @@ def test_the_reference_has_every_public_name():
     assert not [name for name, (_, node) in PUBLIC.items() if node not in nodes]
 
 
+def members_shown(page: pathlib.Path) -> dict[str, set[str]]:
+    """What a page of the reference shows of each class that it names: a list, or all."""
+    shown = {}
+    found = re.findall(
+        r"^\.\. autoclass:: (\S+)(\n   :members:.*)?$", page.read_text(), re.MULTILINE
+    )
+    for name, option in found:
+        _, _, listed = option.partition(":members:")
+        shown[name] = {member.strip() for member in listed.split(",")} - {""}
+        if option and not shown[name]:
+            _, node = definition(*name.rsplit(".", 1))
+            own = (child for child in node.body if isinstance(child, ast.FunctionDef))
+            shown[name] = {child.name for child in own if not child.name.startswith("_")}
+    return shown
+
+
+def test_lists_of_members_in_the_reference_name_what_there_is_and_are_heeded():
+    pages = list((ROOT / "docs" / "reference").glob("*.md"))
+    lists = re.findall(
+        r"^\.\. autoclass:: (\S+)\n   :members: (.+)$",
+        "".join(page.read_text() for page in pages),
+        re.MULTILINE,
+    )
+    assert lists
+    for name, listed in lists:
+        _, node = definition(*name.rsplit(".", 1))
+        own = {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
+        assert set(listed.split(", ")) <= own, name
+    # Sphinx takes a default in the place of lists.
+    assert not re.search(r"^    .members.:", (ROOT / "docs" / "conf.py").read_text(), re.MULTILINE)
+    for page in pages:
+        modules = re.findall(r"^\.\. automodule:: .*\n(.*)$", page.read_text(), re.MULTILINE)
+        assert set(modules) <= {"   :members:"}, page
+
+
+def test_the_reference_has_what_pages_use_of_strategies():
+    shown = members_shown(ROOT / "docs" / "reference" / "strategies.md")
+    users = [page for page in pages() if page.stem != "internals"]
+    used = set(re.findall(r"\bstrategy\.(\w+)", "".join(page.read_text() for page in users)))
+    assert "staleness" in used
+    # TensorFlow's own.
+    assert used - set().union(*shown.values()) == {"scope"}
+
+
 def test_the_first_program_of_the_site_is_that_of_the_readme():
     (program,) = re.findall(
         r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M

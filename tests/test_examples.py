@@ -1,5 +1,7 @@
 """The Wide & Deep example, its flags and what it writes; and DLRM."""
 
+import contextlib
+import json
 import math
 import sys
 import types
@@ -14,6 +16,7 @@ from data_files import WRITERS
 from programs import EXAMPLES, imported, run, run_here, strict_json
 
 import tf_recsync as recsync
+from tf_recsync.run_status import RunStatus
 
 WIDE_DEEP = EXAMPLES / "wide_deep_ctr.py"
 KEYS = {
@@ -66,6 +69,8 @@ def example():
         (["--tf", "--strategy=local", "--optimizer=swap_adagrad"], "--tf has no --optimizer"),
         (["--tf", "--strategy=local", "--mean_normalization"], "--tf has no --mean_norm"),
         (["--bind_address=127.0.0.1"], "--bind_address applies only with TF_CONFIG"),
+        (["--connect_seconds=600"], "--connect_seconds applies only with TF_CONFIG"),
+        (["--min_workers=1"], "--min_workers applies only with TF_CONFIG"),
         (["--alpha=0.5"], "--alpha applies only with --strategy=shadow_easgd or"),
         (["--strategy=shadow_easgd", "--alpha=0"], r"alpha must be in \(0, 1\], not 0.0"),
         (["--strategy=shadow_ma", "--sync_ps=1"], "--sync_ps applies only with"),
@@ -199,6 +204,26 @@ def test_with_tf_config_the_number_of_workers_is_not_checked_beforehand(example,
         # More than the flag's default of 2 workers, which mean nothing here.
         flags.FLAGS(["wide_deep_ctr.py", "--strategy=backup_workers", "--backup_workers=3"])
         example.check_flags()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "raised"),
+    [
+        (["--connect_seconds=0.25"], (RuntimeError, r"not up within timeout=0.25 s: worker:0 \(")),
+        (["--min_workers=3"], (app.UsageError, "min_workers must be .* 1 to 2, got 3")),
+    ],
+)
+def test_with_tf_config_flags_say_how_long_and_how_many_servers_are_waited_for(
+    example, monkeypatch, arguments, raised
+):
+    servers = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"]}
+    config = {"cluster": servers, "task": {"type": "chief", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    with flagsaver.flagsaver(), contextlib.ExitStack() as stack:
+        flags.FLAGS(["wide_deep_ctr.py", *arguments])
+        example.check_flags()
+        with pytest.raises(raised[0], match=raised[1]):
+            example.click_training.strategy_flags.make_strategy(stack)
 
 
 # Three features where their number does not matter: tracing a model takes time for each.
@@ -373,7 +398,9 @@ def test_it_goes_on_in_another_mode_from_what_an_earlier_run_saved(tmp_path):
     ],
     ids=["bsp", "backup workers", "bounded staleness", "shadow easgd", "fr ma", "fr bmuf"],
 )
-def test_it_trains_in_the_other_modes(tmp_path, arguments, steps):
+def test_it_trains_in_the_other_modes(tmp_path, monkeypatch, arguments, steps):
+    shown = []  # By `python -m tf_recsync.status`.
+    monkeypatch.setattr(RunStatus, "write", lambda status, path: shown.append(status))
     out = tmp_path / "metrics.json"
     small = SMALL[1:] if arguments[0] == "--strategy=bsp" else SMALL
     done = run_here(
@@ -383,6 +410,7 @@ def test_it_trains_in_the_other_modes(tmp_path, arguments, steps):
     assert f"--strategy={figures['strategy']}" == arguments[0]
     assert figures["steps"] in steps
     assert (figures["workers"], figures["examples"]) == (2, 4000)
+    assert [status.doing for status in (shown[0], shown[-1])] == ["train", "end"]
     # Once a minute, by default.
     has_none = "synchronizations         none" in done.stdout
     assert has_none == (figures["strategy"] == "fr_bmuf")

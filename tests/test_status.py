@@ -1,6 +1,7 @@
 """What `python -m tf_recsync.status` shows of a run."""
 
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -70,6 +71,17 @@ def test_a_table_has_the_progress_the_servers_and_who_waits():
     assert endings == ["end", "failed"]
     failed = status_of(doing="failed").table(now=1009.0)
     assert "has ended by an error after training for 0:01:40" in failed and "as of" not in failed
+
+
+def test_a_file_is_old_only_when_it_should_have_been_written_anew(tmp_path):
+    assert "as of" not in status_of(every_seconds=60.0).table(now=1060.0)
+    assert "as of 0:01:10 ago" in status_of(every_seconds=60.0).table(now=1070.0)
+    # Earlier versions wrote nothing of it.
+    status_of(every_seconds=60.0).write(tmp_path / "run.json")
+    values = json.loads((tmp_path / "run.json").read_text())
+    del values["every_seconds"]
+    (tmp_path / "older.json").write_text(json.dumps(values))
+    assert "as of 9.0 s ago" in RunStatus.read(tmp_path / "older.json").table(now=1009.0)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +161,7 @@ def test_a_run_says_what_it_does_until_it_ends(clusters, own_folder, kind):
     first, last = seen.all[0], seen.all[-1]
     assert (first.doing, first.batches, last.doing) == ("train", 0, "end")
     assert (last.epoch, last.epochs, last.pid) == (1, 2, os.getpid())
+    assert last.every_seconds == 1e-3
     assert last.strategy == type(strategy).__name__
     workers = [server for server in last.servers if server.name.startswith("worker")]
     assert len(last.servers) == cluster.workers + cluster.ps

@@ -23,6 +23,7 @@ from tf_recsync.callbacks.strategy_callback import numbers_of
 from tf_recsync.strategies.fit_strategy import check_reported
 
 _SUFFIX = ".status.json"
+_LATE_SECONDS = 5.0  # How much older a file may be than it should become.
 _numbers = itertools.count()  # Of the callbacks of this process: each has a file of its own.
 
 
@@ -72,6 +73,7 @@ class RunStatus:
         logs: what Keras shows beside the progress bar.
         waiting: who waits for whom, in words; empty if nobody ever does.
         servers: all servers of the cluster.
+        every_seconds: how old the file may become, as of `Status`.
     """
 
     time: float
@@ -89,6 +91,7 @@ class RunStatus:
     logs: dict[str, float]
     waiting: str
     servers: Sequence[ServerStatus]
+    every_seconds: float = 1.0
 
     def write(self, path: pathlib.Path) -> None:
         """Writes it to a file, which has it or the one before, and never a part."""
@@ -129,7 +132,7 @@ class RunStatus:
             f"{_DOING[self.doing]} for {_duration(self.time - self.began)}; epoch {self.epoch + 1} "
             f"of {self.epochs}, batch {self.batches:,}{of}, {self.rate:,.1f} batches/s",
         ]
-        if age > 5 and not self.has_ended:
+        if age > self.every_seconds + _LATE_SECONDS and not self.has_ended:
             head.append(f"as of {_duration(age)} ago: the program may stand still or be gone")
         if self.logs:
             head.append("  ".join(f"{name} {value:.4g}" for name, value in self.logs.items()))
@@ -352,6 +355,7 @@ class Status(keras.callbacks.Callback):
                 )
                 for member in strategy.members()
             ],
+            every_seconds=self._every_seconds,
         )
         self.last.write(self._path)
 

@@ -18,7 +18,8 @@ The port has no authentication, and whoever reaches it can run code in the serve
 it inside a trusted network, and name that network's interface with `--bind_address`.
 
 Exit codes: 0 after SIGTERM or SIGINT, or when the parent of `--exit_with_parent` has
-ended; 2 for bad flags or a bad TF_CONFIG; 98 if the port is taken.
+ended; 2 for bad flags or a bad TF_CONFIG; 98 if the port is taken; 1 if it can't listen for another
+reason.
 """
 
 import contextlib

@@ -198,8 +198,9 @@ class Cluster:
             all workers. For a cluster that is connected it has no meaning.
 
         Raises:
-          RuntimeError: This process is connected to another cluster, this one is closed, or
-            a server was not up in time; the message names it.
+          RuntimeError: This process is connected to another cluster, this one is closed, its
+            bind address comes too late (the server of this process listens elsewhere), or a
+            server was not up in time; the message names it.
           ValueError: `timeout`, `min_workers` or the bind address is wrong.
         """
         timeout = check_seconds("timeout", timeout)
@@ -660,10 +661,19 @@ class Cluster:
         """Has TensorFlow listen where it shall, and call the servers, before it does either."""
         addresses = [*itertools.chain.from_iterable(self._addresses.values()), *self._readers]
         proxies.go_around([self._chief_address, *addresses], self._bind_address)
+        confined = _engine.confined_address()
         if self._bind_address is not None:
             redirections.confine_listeners(self._bind_address)
-            return
-        confined = _engine.confined_address()
+            listens = server_defs.listens_on(self._chief_address)
+            if listens in (None, _engine.confined_address()):
+                return
+            redirections.confine_listeners(confined or "0.0.0.0")
+            raise RuntimeError(
+                f"bind_address={self._bind_address!r} comes too late: the server of this process "
+                f"listens on {listens or 'all interfaces'}, since use_final_device_names or an "
+                "earlier cluster started it. Begin a new process, and give bind_address to the "
+                "first of these"
+            )
         if confined:
             raise RuntimeError(
                 f"the listeners of this process are confined to {confined}, where servers "

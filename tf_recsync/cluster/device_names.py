@@ -23,7 +23,8 @@ def use_final_device_names(bind_address: str | None = None) -> None:
     it listens on 127.0.0.1, for local clusters. A second call does nothing.
 
     Args:
-      bind_address: As of `cluster_from_tf_config`, and with `TF_CONFIG` only. Default None.
+      bind_address: As of `cluster_from_tf_config`, to which the same one has to be given: the
+        server listens where it does from this call on. With `TF_CONFIG` only. Default None.
 
     Raises:
       RuntimeError: TensorFlow has run something in this process, whose devices have names.

@@ -33,8 +33,9 @@ def warn() -> None:
         "Variables and iterators that were made before this process connected to the cluster can't "
         "be used from now on, because TensorFlow gives this process's devices other names: %s. "
         "Make the strategy first, and models after it, or call use_final_device_names() in the "
-        "first lines of the program. Datasets from before can be given to fit, evaluate and "
-        "predict of a model that is made in the strategy's scope().",
+        "first lines of the program, with the cluster's bind_address if it has one. Datasets from "
+        "before can be given to fit, evaluate and predict of a model that is made in the "
+        "strategy's scope().",
         " and ".join([*filter(None, [", ".join(parts[:-1])]), parts[-1]]),
     )
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
 
+from tf_recsync import _engine
 from tf_recsync.cluster.tf_config import CHIEF
 
 _MOST_CALLS = 5  # Of a change, that have to be ended.
@@ -21,6 +22,7 @@ _CALL_SECONDS = 0.5  # For each of them, before it is ended.
 _LOOK_SECONDS = 0.5  # Between two looks at whether to wait no longer.
 
 _own: tensorflow_server_pb2.ServerDef | None = None  # The last that we set.
+_listens_on = ""  # Where this process's server was told to listen as it started; "": everywhere.
 _pending: list[threading.Thread] = []  # Changes that nobody waits for any more.
 
 
@@ -138,13 +140,26 @@ def make(
     )
 
 
+def listens_on(chief_address: str) -> str | None:
+    """Where this process's server listens that `connect` would keep for a chief.
+
+    Args:
+        chief_address: The chief's, "host:port".
+
+    Returns:
+        A numeric address, "" for all interfaces, or None if there is no such server.
+    """
+    current = context.get_server_def()
+    return None if current is None or _chief_of(current) != chief_address else _listens_on
+
+
 def connect(server_def: tensorflow_server_pb2.ServerDef) -> None:
     """Connects the eager context; keeps the chief's server if its address stays."""
-    global _own
+    global _own, _listens_on
     eager_context = context.context()
     current = eager_context.get_server_def()
     try:
-        if current is not None and _chief_of(current) == _chief_of(server_def):
+        if listens_on(_chief_of(server_def)) is not None:
             update(server_def)
         else:
             # TensorFlow's first connection keeps Python's lock until all servers have answered,
@@ -152,6 +167,7 @@ def connect(server_def: tensorflow_server_pb2.ServerDef) -> None:
             alone = make({}, _chief_of(server_def))
             eager_context.set_server_def(alone)
             eager_context.ensure_initialized()
+            _listens_on = _engine.confined_address()
             update(server_def)
     except Exception:
         # The context stores the new one before it connects; it shall not keep a wrong one.
