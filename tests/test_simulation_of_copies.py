@@ -1,5 +1,9 @@
 """The public functions that simulate workers and groups with copies of the parameters."""
 
+import _thread
+import math
+import threading
+
 import pytest
 
 import tf_recsync as recsync
@@ -148,6 +152,29 @@ def test_a_slowdown_that_gives_no_factor_is_named():
 def shadow(**options):
     given = {"trainers": 2, "compute_seconds": 0.1, "parameter_bytes": 8, "steps": 10}
     return simulation.run_shadow_sync(recsync.EASGD(alpha=0.5), **{**given, **options})
+
+
+def long_hop():
+    # A look at the loss every microsecond, and nothing else for days.
+    model = simulation.LogisticRegression(features=1, examples=1, batch_size=1)
+    simulation.run_hop(
+        topology.ring(3), compute_seconds=1e6, steps=300, model=model, loss_seconds=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    "run", [long_hop, lambda: shadow(compute_seconds=1e6, steps=1000)], ids=["hop", "shadow"]
+)
+def test_a_simulation_ends_at_an_interrupt_though_no_step_ends(run):
+    # Another thread gets the interpreter meanwhile, too.
+    other = threading.Timer(0.1, _thread.interrupt_main)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            other.start()
+            run()
+    finally:
+        other.cancel()
+        other.join()
 
 
 @pytest.mark.parametrize(
