@@ -34,7 +34,7 @@ class ClickModel:
     numbers. Only such a model can learn `number_pairs`.
 
     With a `drift`, clicks change from day to day, and a model is tested on the clicks of the day
-    after those on which it was trained.
+    after that of the last batch on which it was trained, also in the course of a day.
 
     References: Rendle 2010, "Factorization Machines"; Cheng et al. 2016, "Wide & Deep Learning
     for Recommender Systems".
