@@ -432,6 +432,14 @@ def test_the_size_of_batches_is_the_modes():
             "optimizer must be without weight_decay, which .* not 0.1",
         ),
         (
+            {"optimizer": recsync.optimizers.Adagrad(0.05, gradient_accumulation_steps=4)},
+            "optimizer must be without gradient_accumulation_steps, which .* not 4",
+        ),
+        (
+            {"table_optimizer": recsync.optimizers.SGD(loss_scale_factor=2.0)},
+            "table_optimizer must be without loss_scale_factor, which .* not 2.0",
+        ),
+        (
             {"optimizer": recsync.optimizers.SGD(nonfinite="error")},
             "optimizer must have nonfinite='apply' or 'skip', not 'error'",
         ),

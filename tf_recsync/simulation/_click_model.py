@@ -183,7 +183,10 @@ def _check_optimizer(name: str, optimizer: Optimizer) -> None:
         )
     if not isinstance(optimizer._learning_rate, keras.Variable):
         raise ValueError(f"{name} must have a constant learning rate")
-    for option in ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema"):
+    for option in (
+        *("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema"),
+        *("gradient_accumulation_steps", "loss_scale_factor"),
+    ):
         if getattr(optimizer, option):
             raise ValueError(
                 f"{name} must be without {option}, which a simulation does not have, not "
