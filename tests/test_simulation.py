@@ -345,6 +345,14 @@ def test_the_program_refuses_wrong_arguments_in_one_line(arguments, message, cap
     assert error.count("\n") == 1
 
 
+def test_a_result_is_json_with_the_numbers_of_numpy():
+    numbers = {"workers": 4, "ps": 2, "steps": 40}
+    arguments = {name: np.int64(number) for name, number in numbers.items()}
+    found = run(modes.Async(), compute_seconds=np.float32(1.0), **arguments).as_dict()
+    text = json.dumps(found)
+    assert {name: json.loads(text)[name] for name in numbers} == numbers
+
+
 def test_what_is_infinite_is_null_in_the_file(tmp_path):
     path = tmp_path / "a.json"
     at_once = ["--workers=6", "--compute_seconds=0", "--steps=120", "--mode=async"]

@@ -126,16 +126,18 @@ def timeless(run, **options):
     given = {"algorithm": None, "parameter_bytes": 0, **options}
     if run is simulation.run_shadow_sync:
         return run(trainers=2, compute_seconds=0.0, **given)
-    step = simulation.GroupStep(trainer_flop=0, ps_flop=(0,), ps_bytes=(0,))
-    group = {"groups": 1, "trainers_per_group": 2, "trainer_flops": 1.0, "ps_flops": 1.0}
-    return run(step=step, **group, **given)
+    return groups(**{"steps": None, **given})
 
 
 @pytest.mark.parametrize(
     "run", [simulation.run_hop, simulation.run_shadow_sync, simulation.run_hierarchical]
 )
 def test_steps_that_take_no_time_end_by_their_number_only(run):
-    assert timeless(run, steps=10_000).seconds == 0.0
+    result = timeless(run, steps=10_000, batch_size=8)
+    assert result.seconds == 0.0
+    assert result.steps_per_second == result.sync_report.examples_per_second == math.inf
+    found = result.as_dict()
+    assert found["steps_per_second"] is found["examples_per_second"] is None
     with pytest.raises(ValueError, match="seconds=5 would never come, as steps take no time from"):
         timeless(run, seconds=5.0)
 
@@ -147,6 +149,13 @@ def test_a_slowdown_that_gives_no_factor_is_named():
 
     with pytest.raises(ValueError, match="factor must be finite and at least 0, not -1.0 of work"):
         shadow(slowdown=Negative())
+
+
+def groups(**options):
+    step = simulation.GroupStep(trainer_flop=0, ps_flop=(0,), ps_bytes=(0,))
+    group = {"groups": 1, "trainers_per_group": 2, "trainer_flops": 1.0, "ps_flops": 1.0}
+    given = {"algorithm": None, "parameter_bytes": 0, "steps": 10}
+    return simulation.run_hierarchical(step=step, **{**group, **given, **options})
 
 
 def shadow(**options):

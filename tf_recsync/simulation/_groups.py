@@ -31,7 +31,10 @@ from tf_recsync.simulation._result import as_json, in_short
 from tf_recsync.simulation._settings import check_number
 from tf_recsync.synchronization.shadow_algorithms import BMUF, EASGD, Algorithm, ModelAveraging
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
-from tf_recsync.synchronization.sync_report import SyncReport
+from tf_recsync.synchronization.sync_report import SyncReport, per_second
+
+# Of groups, and of what each of them has; as in cc/simulation/group_cluster.cc.
+MOST_IN_GROUPS = 2**14
 
 # (device or -1 for the trainer, FLOP, bytes to it, bytes back, reads, updates) of each use.
 Stages = Sequence[Sequence[tuple[int, int, int, int, bool, bool]]]
@@ -65,8 +68,8 @@ class GroupResult:
 
     @property
     def steps_per_second(self) -> float:
-        """Of all trainers together."""
-        return sum(self.steps) / self.seconds if self.seconds else 0.0
+        """Of all trainers together; infinite if they took no time."""
+        return per_second(sum(self.steps), self.seconds)
 
     @property
     def examples_per_second(self) -> float | None:

@@ -33,7 +33,7 @@ from tf_recsync.simulation._settings import check_number
 from tf_recsync.synchronization.events import Event, write_trace
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport
-from tf_recsync.synchronization.sync_report import SyncReport
+from tf_recsync.synchronization.sync_report import SyncReport, per_second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +74,8 @@ class HopResult:
 
     @property
     def steps_per_second(self) -> float:
-        """Of all workers together."""
-        return sum(self.steps) / self.seconds if self.seconds else 0.0
+        """Of all workers together; infinite if they took no time."""
+        return per_second(sum(self.steps), self.seconds)
 
     @property
     def seconds_per_iteration(self) -> float:

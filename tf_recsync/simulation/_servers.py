@@ -17,6 +17,7 @@ from tf_recsync.simulation._result import Evaluation, Result, Times, Utilization
 from tf_recsync.simulation._settings import Network, Server, check_number
 from tf_recsync.synchronization import aggregation
 from tf_recsync.synchronization.gradient_buffer import State
+from tf_recsync.synchronization.sync_report import per_second
 from tf_recsync.testing.slowdown import Slowdown
 
 
@@ -90,14 +91,15 @@ def simulate(
         evaluate_every=max(1, steps // model.evaluations) if model and model.evaluations else 0,
     )
     before, after = found["before"], found["after"]
-    seconds = after["seconds"] - before["seconds"]
     return Result(
         mode=mode.name,
-        workers=workers,
-        ps=ps,
+        workers=int(workers),
+        ps=int(ps),
         seconds=found["seconds"],
-        steps=steps,
-        steps_per_second=(after["steps"] - before["steps"]) / seconds if seconds else math.inf,
+        steps=int(steps),
+        steps_per_second=per_second(
+            after["steps"] - before["steps"], after["seconds"] - before["seconds"]
+        ),
         staleness=_staleness(before, after),
         aggregation=_aggregation(before, after, found["left_over"]) if mode.uses_tokens else None,
         utilization=_utilization(before, after, server.threads),
