@@ -169,6 +169,25 @@ def test_the_program_refuses_wrong_arguments_in_one_line(arguments, message, cap
 
 
 @pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("--json=/", "that is a folder, not a file"),
+        ("--timeline=/", "that is a folder, not a file"),
+        ("--plot=/", "that is a folder, not a file"),
+        ("--plot=/a.bmp", "the ending must be one of "),
+    ],
+)
+def test_what_can_not_be_written_is_refused_before_anything_is_simulated(output, message, capsys):
+    if output.endswith("bmp"):
+        pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit) as ended:
+        simulate.main([*HOP, output])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and f"{output}: {message}" in printed.err
+
+
+@pytest.mark.parametrize(
     ("strategy", "its_own", "not_its_own"),
     [
         ("ps", "--staleness_tolerance", "--topology"),
