@@ -155,6 +155,17 @@ def test_a_timeline_has_what_workers_did(tmp_path, capsys):
             "synchronizations in the background must take time",
         ),
         ([*GROUPS, *COPY, "--ps_bytes=1"], "must be of the same group PSs"),
+        ([*SHADOW, *COPY, f"--gap={10**20}"], f"gap must be at most {2**62}, not {10**20}"),
+        (
+            [*SHADOW, *COPY, f"--threads_per_trainer={10**20}"],
+            "threads_per_trainer must be at most 16384",
+        ),
+        ([*SHADOW, *COPY, f"--sync_ps={10**20}"], "sync_ps must be at most 16384"),
+        (
+            [*SHADOW, *COPY, "--noise=1e200"],
+            "noise must be a finite number, from 0 to 5, not 1e",
+        ),
+        ([*HOP, "--noise=6"], "noise must be a finite number, from 0 to 5, not 6"),
         ([*GROUPS, *COPY, "--ps_flop=x"], "ps_flop must be like 2e9,1e9 with one for each group"),
     ],
 )

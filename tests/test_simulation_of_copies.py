@@ -196,6 +196,22 @@ def test_a_simulation_ends_at_an_interrupt_though_no_step_ends(run):
             "workers_per_machine of the network must be 1",
         ),
         (lambda: shadow(trainers=0), "trainers must be an integer of at least 1"),
+        (lambda: shadow(trainers=10**10), "trainers must be at most 16384, not 10000000000"),
+        (lambda: groups(groups=10**10), "groups must be at most 16384, not 10000000000"),
+        (lambda: groups(trainers_per_group=10**10), "trainers_per_group must be at most 16384"),
+        (
+            lambda: groups(groups=2**14, trainers_per_group=2**14),
+            r"groups \* trainers_per_group must be at most 1048576, not 268435456",
+        ),
+        (lambda: groups(nets_per_trainer=10**20), "nets_per_trainer must be at most 16384"),
+        (
+            lambda: shadow(compute_seconds=2e6),
+            "compute_seconds must be .* from 0 to 1e.06, not 20000",
+        ),
+        (
+            lambda: shadow(memory_seconds=2e6),
+            "memory_seconds must be .* from 0 to 1e.06, not 2000000",
+        ),
         (lambda: shadow(compute_seconds=[0.1]), "one for each of 2 workers, not 1 numbers"),
         (lambda: shadow(mode="sometimes"), "mode"),
         (

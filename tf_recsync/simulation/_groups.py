@@ -18,7 +18,6 @@ from tf_recsync.simulation._learning import (
     LinkUse,
     LogisticRegression,
     Loss,
-    check_count,
     check_model,
     checked_bandwidth,
     draw_losses,
@@ -28,7 +27,7 @@ from tf_recsync.simulation._learning import (
 )
 from tf_recsync.simulation._pictures import draw_numbers, draw_shares, draw_staleness
 from tf_recsync.simulation._result import as_json, in_short
-from tf_recsync.simulation._settings import check_number
+from tf_recsync.simulation._settings import check_count, check_number
 from tf_recsync.synchronization.shadow_algorithms import BMUF, EASGD, Algorithm, ModelAveraging
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
 from tf_recsync.synchronization.sync_report import SyncReport, per_second
@@ -271,7 +270,7 @@ def _checked_sync_ps(sync_ps: int | None, algorithm: Algorithm | None) -> int:
     is_central = algorithm is not None and algorithm.is_central
     if sync_ps is None:
         return int(is_central)
-    check_at_least("sync_ps", sync_ps, 0)
+    check_count("sync_ps", sync_ps, most=MOST_IN_GROUPS)
     if is_central != (sync_ps > 0):
         allowed = "at least 1 with EASGD" if is_central else "0 without EASGD"
         raise ValueError(f"sync_ps must be {allowed}, not {sync_ps}")
@@ -304,6 +303,7 @@ def _synchronization(
         raise ValueError(f'mode must be "shadow" without an algorithm, not {mode!r}')
     if isinstance(mode, Foreground):
         if mode.gap is not None:
+            check_count("gap", mode.gap, 1)
             return found | {"schedule": "gap", "gap": mode.gap, "interval": 0.0}
         return found | {"schedule": "interval", "gap": 1, "interval": mode.interval}
     if mode == "shadow":

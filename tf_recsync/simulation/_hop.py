@@ -19,7 +19,6 @@ from tf_recsync.simulation._learning import (
     LinkUse,
     LogisticRegression,
     Loss,
-    check_count,
     check_model,
     checked_bandwidth,
     draw_losses,
@@ -29,7 +28,7 @@ from tf_recsync.simulation._learning import (
 )
 from tf_recsync.simulation._pictures import FIRST, SECOND, draw_numbers
 from tf_recsync.simulation._result import as_json
-from tf_recsync.simulation._settings import check_number
+from tf_recsync.simulation._settings import check_count, check_number
 from tf_recsync.synchronization.events import Event, write_trace
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport
