@@ -97,7 +97,8 @@ def calibrate(model: keras.Model, dataset: tf.data.Dataset, steps: int = 200) ->
         model: compiled in the scope of an `AsyncStrategy`.
         dataset: as of `fit`; it is repeated.
         steps: that are measured at least, of all workers together; an int of at least 10 for each
-            worker. Half as many come before them, and more if a worker has done none by then.
+            worker. Half as many come before them, and more if a worker has done none by then. Steps
+            go on until each worker has told of its waits for data, which it does twice a second.
 
     Returns:
         What was measured. The bytes are those of the dense variables, and of the rows of tables
