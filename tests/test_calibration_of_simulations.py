@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tf_recsync as recsync
 from tf_recsync.simulation import Calibration, calibrate, run
+from tf_recsync.simulation._calibrate import _compute_seconds, _Readings
 
 
 def model_of(strategy):
@@ -57,6 +58,41 @@ def test_steps_are_measured_by_worker_and_rows_by_what_a_step_updates(clusters):
     )
     expected = sum(1 / seconds for seconds in measured.compute_seconds)
     assert result.steps_per_second == pytest.approx(expected, rel=0.02)
+
+
+class Scripted:
+    """A model that trains at a clock of its own, and its strategy.
+
+    Steps of its workers take so long, of which so much are waits for data; that is known as of the
+    last half second.
+    """
+
+    def __init__(self, seconds, waits):
+        self.now, self.seconds, self.waits = 0.0, seconds, waits
+        self.distribute_strategy = self.train_function = self
+        self.stop_training, self.variables = False, {}
+
+    def worker_steps(self, model):
+        return [int(self.now / one) for one in self.seconds]
+
+    def steps_and_waits(self):
+        steps = [int((self.now - self.now % 0.5) / one) for one in self.seconds]
+        return [(count, count * wait) for count, wait in zip(steps, self.waits, strict=True)]
+
+    def staleness(self, model):
+        return self
+
+
+@pytest.mark.parametrize("begun", np.arange(0.0, 0.5, 0.1))
+def test_waits_for_data_are_no_part_of_steps_however_short_these_are(begun):
+    model = Scripted([0.001, 0.004], [0.00075, 0.001])
+    model.now = begun  # As long after a report.
+    readings = _Readings(steps=20, now=lambda: model.now)
+    readings.set_model(model)
+    while not model.stop_training:
+        model.now += 0.005
+        readings.on_train_batch_end(0)
+    assert _compute_seconds(*readings.taken) == pytest.approx((0.00025, 0.003), rel=0.1)
 
 
 def test_workers_of_a_larger_cluster_are_those_that_were_measured_again_and_again():

@@ -89,6 +89,16 @@ def test_shadowsyncs_figures_have_the_knee_of_the_paper():
     assert foreground[20] / foreground[15] < 1.05
 
 
+@pytest.mark.parametrize(("setting", "trainers"), [("S-EASGD", 5), ("FR-EASGD-30", 10)])
+def test_what_is_kept_of_shadowsync_is_what_the_simulation_gives(program, setting, trainers):
+    of_part = program.PARTS["shadowsync"][0].__globals__
+    mode = of_part["EASGD_MODES"][setting]
+    found = of_part["_run"](trainers, mode, seed=0, seconds=5.0)
+    (row,) = rows("shadowsync", figure="5", setting=setting, trainers=trainers)
+    assert found.average_sync_gap == pytest.approx(row["average_sync_gap"], rel=0.05)
+    assert found.examples_per_second == pytest.approx(row["examples_per_second"], rel=0.05)
+
+
 def test_groups_scale_linearly_and_their_devices_less():
     groups = rows("hierarchical", figure="10a")
     first = groups[0]["examples_per_second"] / groups[0]["groups"]
@@ -144,18 +154,20 @@ def test_the_quality_of_shadowsync_depends_on_gaps_and_trainers_as_in_the_tables
         (row,) = rows("shadowsync_quality", **wanted)
         return row["eval"]
 
-    # Table 2: with larger gaps the loss grows; only that of 100 is more than what seeds do.
-    gaps = [of("2", f"FR-EASGD-{gap}", 11) for gap in (5, 10, 30, 100)]
-    assert gaps == sorted(gaps) and gaps[-1] > 0.05
+    # Table 2: only a gap of 100 makes a difference.
+    *smaller, largest = [of("2", f"FR-EASGD-{gap}", 11) for gap in (5, 10, 30, 100)]
+    assert max(map(abs, smaller)) < 0.005 and largest > 0.05
     (second,) = rows("shadowsync_quality", table="2", setting="S-EASGD")
     assert second["average_sync_gap"] == pytest.approx(5.21, rel=0.01)
     # Table 3: fitted, and FR-EASGD-5 grows most, unless there are more sync PSs.
     assert of("3", "S-EASGD", 20) == pytest.approx(0.177, abs=0.02)
     assert of("3", "FR-EASGD-5", 20) > 2 * max(of("3", "S-EASGD", 20), of("3", "FR-EASGD-30", 20))
-    assert abs(of("5", "FR-EASGD-5, 4 sync PSs", 20)) < 0.1
-    # Figure 6: averaging in the background gives a lower loss than stopping all threads for it.
-    for trainers in (5, 10, 15, 20):
+    assert of("5", "FR-EASGD-5, 4 sync PSs", 20) < of("3", "S-EASGD", 20)
+    # Figure 6: averaging in the background gives a lower loss than stopping all threads for it, or
+    # the same with many trainers.
+    for trainers in (5, 10, 15):
         assert of("6", "S-MA", trainers) < of("6", "FR-MA", trainers)
+    assert of("6", "S-MA", 20) == pytest.approx(of("6", "FR-MA", 20), abs=0.005)
 
 
 def test_groups_outrun_trainers_and_placement_matters_as_in_the_paper():

@@ -155,6 +155,17 @@ def test_a_timeline_has_what_workers_did(tmp_path, capsys):
             "synchronizations in the background must take time",
         ),
         ([*GROUPS, *COPY, "--ps_bytes=1"], "must be of the same group PSs"),
+        ([*SHADOW, *COPY, f"--gap={10**20}"], f"gap must be at most {2**62}, not {10**20}"),
+        (
+            [*SHADOW, *COPY, f"--threads_per_trainer={10**20}"],
+            "threads_per_trainer must be at most 16384",
+        ),
+        ([*SHADOW, *COPY, f"--sync_ps={10**20}"], "sync_ps must be at most 16384"),
+        (
+            [*SHADOW, *COPY, "--noise=1e200"],
+            "noise must be a finite number, from 0 to 5, not 1e",
+        ),
+        ([*HOP, "--noise=6"], "noise must be a finite number, from 0 to 5, not 6"),
         ([*GROUPS, *COPY, "--ps_flop=x"], "ps_flop must be like 2e9,1e9 with one for each group"),
     ],
 )
@@ -166,6 +177,25 @@ def test_the_program_refuses_wrong_arguments_in_one_line(arguments, message, cap
     assert printed.out == ""
     assert message in printed.err
     assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("--json=/", "that is a folder, not a file"),
+        ("--timeline=/", "that is a folder, not a file"),
+        ("--plot=/", "that is a folder, not a file"),
+        ("--plot=/a.bmp", "the ending must be one of "),
+    ],
+)
+def test_what_can_not_be_written_is_refused_before_anything_is_simulated(output, message, capsys):
+    if output.endswith("bmp"):
+        pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit) as ended:
+        simulate.main([*HOP, output])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and f"{output}: {message}" in printed.err
 
 
 @pytest.mark.parametrize(

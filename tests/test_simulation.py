@@ -240,19 +240,43 @@ RIGHT = {"workers": 4, "ps": 2, "compute_seconds": 1.0, "steps": 40}
         ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
         ({"warmup_steps": 9, "cooldown_steps": 31}, "cooldown_steps must be less .*=31, not 31"),
         ({"warmup_steps": 40}, "warmup_steps must be less than steps=40, not 40"),
-        ({"compute_seconds": -1.0}, "compute_seconds must be a finite number, at least 0, not -1"),
+        (
+            {"compute_seconds": -1.0},
+            "compute_seconds must be a finite number, from 0 to 1e.06, not -1",
+        ),
         ({"compute_seconds": [1.0] * 3}, "one for each of 4 workers, not 3 numbers"),
         ({"compute_seconds": [1, 1, "x", 1]}, r"compute_seconds\[2\] must be .* not 'x'"),
         ({"compute_seconds": "1111"}, "compute_seconds must be a finite number, .* not '1111'"),
-        ({"noise": float("nan")}, "noise must be a finite number, at least 0, not nan"),
-        ({"noise": 9.0}, "noise must be from 0 to 5, not 9"),
+        ({"noise": float("nan")}, "noise must be a finite number, from 0 to 5, not nan"),
+        ({"noise": 9.0}, "noise must be a finite number, from 0 to 5, not 9.0"),
+        ({"workers": 10**10}, "workers must be at most 1048576, not 10000000000"),
+        ({"ps": 10**10}, "ps must be at most 1048576, not 10000000000"),
+        ({"steps": 10**20}, "steps must be at most 1099511627776, not 1000"),
+        ({"reader_ahead": 10**10}, "reader_ahead must be at most 1048576, not 10000000000"),
+        ({"push_bytes": 10**20}, "push_bytes must be at most 1125899906842624, not 1000"),
+        ({"compute_seconds": 2e6}, "compute_seconds must be .* from 0 to 1e.06, not 2000000.0"),
+        (
+            {"mode": modes.BoundedStaleness(staleness_bound=10**20)},
+            "staleness_bound must be at most 4611686018427387904, not 1000",
+        ),
+        (
+            {"mode": modes.BSP(global_batch_size=10**20, local_batch_size=1)},
+            "the batches of a global batch must be at most 1048576, not 1000",
+        ),
+        (
+            {
+                "mode": modes.Async(local_batch_size=10**10),
+                "model": recsync.simulation.ClickModel(),
+            },
+            "local_batch_size must be at most 16777216, not 1000000000",
+        ),
         ({"slowdown": 2.0}, "slowdown must be a Slowdown of recsync.testing or None, not 2.0"),
         ({"slowdown": Half()}, "factor must be finite and at least 0, not nan of worker 0"),
         ({"network": 1e9}, "network must be a recsync.simulation.Network, not 1"),
         ({"server": 4}, "server must be a recsync.simulation.Server, not 4"),
         ({"pull_bytes": -1}, "pull_bytes must be an integer of at least 0, got -1"),
         ({"push_bytes": 1.5}, "push_bytes must be an integer of at least 0, got 1.5"),
-        ({"reader_seconds": -1}, "reader_seconds must be a finite number, at least 0, not -1"),
+        ({"reader_seconds": -1}, "reader_seconds must be a finite number, from 0 to 1e.06, not -1"),
         ({"reader_ahead": -1}, "reader_ahead must be an integer of at least 0, got -1"),
         ({"seed": 2**64}, r"seed must be below 2 \*\* 64"),
         ({"mode": modes.BackupWorkers(backup_workers=4)}, "backup_workers must be less than"),
@@ -279,9 +303,14 @@ def test_wrong_arguments_are_named(wrong, message):
             "workers_per_machine must be an integer of at least 1, got 0",
         ),
         (lambda: recsync.simulation.Server(threads=0), "threads must be an integer of at least 1"),
+        (lambda: recsync.simulation.Server(threads=3 * 10**9), "threads must be at most 1048576"),
+        (
+            lambda: recsync.simulation.Network(workers_per_machine=3 * 10**9),
+            "workers_per_machine must be at most 1048576, not 3000000000",
+        ),
         (
             lambda: recsync.simulation.Server(seconds_per_byte=-1e-9),
-            "seconds_per_byte must be a finite number, at least 0, not -1e-09",
+            "seconds_per_byte must be a finite number, from 0 to 1e.06, not -1e-09",
         ),
     ],
 )
@@ -331,6 +360,7 @@ def test_the_program_prints_a_table_and_writes_files(tmp_path, capsys):
             "--json=/nowhere/a.json: there is no folder /nowhere",
         ),
         (["--mode=async", "--ps=0"], "ps must be an integer of at least 1, got 0"),
+        (["--mode=async", "--threads=3000000000"], "threads must be at most 1048576, not 30000000"),
         (["--mode=async", "--bandwidth=-1"], "bandwidth must be a finite number, positive, not -1"),
         (["--mode=async", "--slow_workers=4"], "slow_workers must be like 4:0,1,2, not '4'"),
         (["--mode=async", "--random_slowdown=3:2"], "must be like 5:0.02, not '3:2': probability"),
@@ -343,6 +373,14 @@ def test_the_program_refuses_wrong_arguments_in_one_line(arguments, message, cap
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_result_is_json_with_the_numbers_of_numpy():
+    numbers = {"workers": 4, "ps": 2, "steps": 40}
+    arguments = {name: np.int64(number) for name, number in numbers.items()}
+    found = run(modes.Async(), compute_seconds=np.float32(1.0), **arguments).as_dict()
+    text = json.dumps(found)
+    assert {name: json.loads(text)[name] for name in numbers} == numbers
 
 
 def test_what_is_infinite_is_null_in_the_file(tmp_path):
@@ -425,11 +463,29 @@ def test_the_size_of_batches_is_the_modes():
         ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
         ({"signal": -1.0}, "signal must be a finite number, at least 0, not -1"),
         ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
+        ({"vocabulary": 3 * 10**9}, "vocabulary must be at most 16777216, not 3000000000"),
+        ({"hidden_units": [3 * 10**9]}, r"hidden_units\[0\] must be at most 16777216, not 3000"),
+        (
+            {
+                "optimizer": recsync.optimizers.SwapAdagrad(
+                    0.1, swap=recsync.Swap(period=10**20, decay=0.5)
+                )
+            },
+            "period of the swap of optimizer must be at most",
+        ),
         ({"optimizer": "sgd"}, "optimizer must be an SGD, Adagrad or SwapAdagrad .*, not 'sgd'"),
         ({"table_optimizer": recsync.optimizers.Adam()}, "table_optimizer must be an SGD"),
         (
             {"optimizer": recsync.optimizers.SGD(weight_decay=0.1)},
             "optimizer must be without weight_decay, which .* not 0.1",
+        ),
+        (
+            {"optimizer": recsync.optimizers.Adagrad(0.05, gradient_accumulation_steps=4)},
+            "optimizer must be without gradient_accumulation_steps, which .* not 4",
+        ),
+        (
+            {"table_optimizer": recsync.optimizers.SGD(loss_scale_factor=2.0)},
+            "table_optimizer must be without loss_scale_factor, which .* not 2.0",
         ),
         (
             {"optimizer": recsync.optimizers.SGD(nonfinite="error")},

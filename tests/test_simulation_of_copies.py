@@ -1,5 +1,9 @@
 """The public functions that simulate workers and groups with copies of the parameters."""
 
+import _thread
+import math
+import threading
+
 import pytest
 
 import tf_recsync as recsync
@@ -122,16 +126,18 @@ def timeless(run, **options):
     given = {"algorithm": None, "parameter_bytes": 0, **options}
     if run is simulation.run_shadow_sync:
         return run(trainers=2, compute_seconds=0.0, **given)
-    step = simulation.GroupStep(trainer_flop=0, ps_flop=(0,), ps_bytes=(0,))
-    group = {"groups": 1, "trainers_per_group": 2, "trainer_flops": 1.0, "ps_flops": 1.0}
-    return run(step=step, **group, **given)
+    return groups(**{"steps": None, **given})
 
 
 @pytest.mark.parametrize(
     "run", [simulation.run_hop, simulation.run_shadow_sync, simulation.run_hierarchical]
 )
 def test_steps_that_take_no_time_end_by_their_number_only(run):
-    assert timeless(run, steps=10_000).seconds == 0.0
+    result = timeless(run, steps=10_000, batch_size=8)
+    assert result.seconds == 0.0
+    assert result.steps_per_second == result.sync_report.examples_per_second == math.inf
+    found = result.as_dict()
+    assert found["steps_per_second"] is found["examples_per_second"] is None
     with pytest.raises(ValueError, match="seconds=5 would never come, as steps take no time from"):
         timeless(run, seconds=5.0)
 
@@ -145,9 +151,39 @@ def test_a_slowdown_that_gives_no_factor_is_named():
         shadow(slowdown=Negative())
 
 
+def groups(**options):
+    step = simulation.GroupStep(trainer_flop=0, ps_flop=(0,), ps_bytes=(0,))
+    group = {"groups": 1, "trainers_per_group": 2, "trainer_flops": 1.0, "ps_flops": 1.0}
+    given = {"algorithm": None, "parameter_bytes": 0, "steps": 10}
+    return simulation.run_hierarchical(step=step, **{**group, **given, **options})
+
+
 def shadow(**options):
     given = {"trainers": 2, "compute_seconds": 0.1, "parameter_bytes": 8, "steps": 10}
     return simulation.run_shadow_sync(recsync.EASGD(alpha=0.5), **{**given, **options})
+
+
+def long_hop():
+    # A look at the loss every microsecond, and nothing else for days.
+    model = simulation.LogisticRegression(features=1, examples=1, batch_size=1)
+    simulation.run_hop(
+        topology.ring(3), compute_seconds=1e6, steps=300, model=model, loss_seconds=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    "run", [long_hop, lambda: shadow(compute_seconds=1e6, steps=1000)], ids=["hop", "shadow"]
+)
+def test_a_simulation_ends_at_an_interrupt_though_no_step_ends(run):
+    # Another thread gets the interpreter meanwhile, too.
+    other = threading.Timer(0.1, _thread.interrupt_main)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            other.start()
+            run()
+    finally:
+        other.cancel()
+        other.join()
 
 
 @pytest.mark.parametrize(
@@ -160,6 +196,22 @@ def shadow(**options):
             "workers_per_machine of the network must be 1",
         ),
         (lambda: shadow(trainers=0), "trainers must be an integer of at least 1"),
+        (lambda: shadow(trainers=10**10), "trainers must be at most 16384, not 10000000000"),
+        (lambda: groups(groups=10**10), "groups must be at most 16384, not 10000000000"),
+        (lambda: groups(trainers_per_group=10**10), "trainers_per_group must be at most 16384"),
+        (
+            lambda: groups(groups=2**14, trainers_per_group=2**14),
+            r"groups \* trainers_per_group must be at most 1048576, not 268435456",
+        ),
+        (lambda: groups(nets_per_trainer=10**20), "nets_per_trainer must be at most 16384"),
+        (
+            lambda: shadow(compute_seconds=2e6),
+            "compute_seconds must be .* from 0 to 1e.06, not 20000",
+        ),
+        (
+            lambda: shadow(memory_seconds=2e6),
+            "memory_seconds must be .* from 0 to 1e.06, not 2000000",
+        ),
         (lambda: shadow(compute_seconds=[0.1]), "one for each of 2 workers, not 1 numbers"),
         (lambda: shadow(mode="sometimes"), "mode"),
         (

@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tf_recsync._figures import new_figure
 from tf_recsync.simulation import _command_of_copies as copies
 from tf_recsync.simulation._command_line import Parser, Result, add_outputs
 from tf_recsync.simulation._command_of_servers import SERVERS_USAGE, add_servers, run_servers
@@ -105,6 +106,30 @@ def _for_json(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """What comes to an end after minutes shall not fail then.
+
+    Raises:
+        ValueError: if a file can't be written.
+        ImportError: if there is to be a picture, and matplotlib is not installed.
+    """
+    for output in ("json", "plot", "timeline"):
+        path = getattr(arguments, output, None)
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise ValueError(f"--{output}={path}: there is no folder {path.parent}")
+        if path.is_dir():
+            raise ValueError(f"--{output}={path}: that is a folder, not a file")
+    if arguments.plot is not None:
+        known = new_figure(1.0, 1.0, "--plot").canvas.get_supported_filetypes()
+        ending = arguments.plot.suffix[1:].lower()
+        if ending and ending not in known:
+            raise ValueError(
+                f"--plot={arguments.plot}: the ending must be one of {', '.join(sorted(known))}"
+            )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program.
 
@@ -119,12 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = of_strategy.parse_known_args(argv)[0].strategy
     parser = _parser(name)
     arguments = parser.parse_args(argv)
-    # What comes to an end after minutes shall not fail then.
-    for output in ("json", "plot", "timeline"):
-        path = getattr(arguments, output, None)
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"--{output}={path}: there is no folder {path.parent}")
     try:
+        _check_outputs(arguments)
         result = _STRATEGIES[name].run(arguments)
         sys.stdout.write(f"{result}\n")
         if arguments.json is not None:

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cc/engine/staleness_counters.h"
+#include "cc/python/goes_on.h"
 #include "cc/simulation/copy_synchronizer.h"
 #include "cc/simulation/group_cluster.h"
 #include "cc/simulation/logistic_problem.h"
@@ -126,7 +127,7 @@ py::dict RunGroupCluster(
   }
   options.keeps_log = keeps_log;
   GroupCluster cluster(std::move(options));
-  const Result result = cluster.Run();
+  const Result result = cluster.Run(GoesOn);
   if (!result.ok()) throw py::value_error(result.error());
   py::dict told;
   told["seconds"] = cluster.seconds();

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cc/engine/hop_options.h"
+#include "cc/python/goes_on.h"
 #include "cc/simulation/hop_cluster.h"
 #include "cc/simulation/logistic_problem.h"
 #include "cc/simulation/virtual_network.h"
@@ -116,7 +117,7 @@ py::dict RunHopCluster(
                                    loss_seconds, target_loss};
   }
   HopCluster cluster(std::move(options));
-  const Result result = cluster.Run();
+  const Result result = cluster.Run(GoesOn);
   if (!result.ok()) throw py::value_error(result.error());
   py::dict told;
   told["seconds"] = cluster.seconds();

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cc/engine/staleness_counters.h"
+#include "cc/python/goes_on.h"
 #include "cc/simulation/click_learner.h"
 #include "cc/simulation/server_simulation.h"
 
@@ -273,11 +274,7 @@ py::dict SimulateServers(
   Result done = Result::Ok();
   {
     py::gil_scoped_release release;
-    done = simulation.Run([] {
-      py::gil_scoped_acquire acquire;
-      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-      return true;
-    });
+    done = simulation.Run(GoesOn);
   }
   if (!done.ok()) throw py::value_error(done.error());
   py::dict result;

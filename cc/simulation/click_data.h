@@ -60,6 +60,11 @@ class ClickData {
   int64_t DayOf(int64_t batch) const {
     return options_.drift > 0.0 ? batch / options_.day_batches : 0;
   }
+  // The day that follows that of the last of so many batches; 0 if there is
+  // none yet, or if days do not differ.
+  int64_t NextDay(int64_t batches) const {
+    return DayOf(batches + options_.day_batches - 1);
+  }
   // Draws the examples of a batch; or of the test of a day of that number,
   // which no training has.
   void Draw(int64_t batch, bool is_test, int count,

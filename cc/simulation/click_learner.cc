@@ -191,7 +191,7 @@ ClickLearner::ClickLearner(const ClickLearnerOptions& options)
 }
 
 void ClickLearner::TestAfter(int64_t batches) {
-  const int64_t day = data_.DayOf(batches);
+  const int64_t day = data_.NextDay(batches);
   if (day == test_day_) return;
   test_day_ = day;
   data_.Draw(day, /*is_test=*/true, options_.test_examples, &test_);

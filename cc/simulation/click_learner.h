@@ -90,7 +90,8 @@ class ClickLearner : public Learner {
   // The bias, what numbers are multiplied with, and hidden layers.
   const float* dense() const { return dense_->row(0); }
 
-  // Takes the test's examples from the day of the next batch after so many.
+  // Takes the test's examples from the day after that of the last of so many
+  // batches.
   // Those of the first day are there already.
   void TestAfter(int64_t batches);
   // On these examples: of the parameters as they are now, and the best.

@@ -3,8 +3,7 @@
 //
 //   EventQueue events;
 //   events.After(0.1, [&] { ... });
-//   while (events.RunNext()) {
-//   }
+//   Result done = events.RunWhile([&] { return !is_over; }, goes_on);
 //
 // Two of the same time happen in the order in which they were added, so that a
 // simulation is the same each time. Thread compatible: one thread has it.
@@ -18,6 +17,8 @@
 #include <functional>
 #include <utility>
 #include <vector>
+
+#include "cc/engine/result.h"
 
 namespace recsync {
 
@@ -71,7 +72,21 @@ class EventQueue {
     return true;
   }
 
+  // Has events happen for as long as there are any and `more()`. Asks every now
+  // and then, however long they take, whether to go on; an error if not.
+  template <typename More>
+  Result RunWhile(const More& more, const std::function<bool()>& goes_on) {
+    for (int64_t happened = 1; more() && RunNext(); ++happened) {
+      if (happened % kEventsAtOnce == 0 && !goes_on()) {
+        return Result::Error("the simulation was ended");
+      }
+    }
+    return Result::Ok();
+  }
+
  private:
+  // How many events pass before somebody is asked whether to go on.
+  static constexpr int64_t kEventsAtOnce = 1 << 14;
   // Of so many children each: with many events, a heap of two would be twice as
   // deep, and each level is a cache miss.
   static constexpr size_t kChildren = 4;

@@ -98,7 +98,7 @@ Result GroupCluster::Check() const {
   return Result::Ok();
 }
 
-Result GroupCluster::Run() {
+Result GroupCluster::Run(const std::function<bool()>& goes_on) {
   const Result checked = Check();
   if (!checked.ok()) return checked;
   const int64_t servers = options_.groups * options_.servers;
@@ -168,9 +168,13 @@ Result GroupCluster::Run() {
   if (std::isfinite(options_.seconds)) {
     events_.At(options_.seconds, [this] { Stop(); });
   }
-  while (!has_stopped_ && !synchronizer_->is_endless() &&
-         !timeless_.are_endless() && events_.RunNext()) {
-  }
+  const Result done = events_.RunWhile(
+      [this] {
+        return !has_stopped_ && !synchronizer_->is_endless() &&
+               !timeless_.are_endless();
+      },
+      goes_on);
+  if (!done.ok()) return done;
   if (synchronizer_->is_endless()) {
     return Result::Error(
         "synchronizations in the background must take time: by an interval, a "

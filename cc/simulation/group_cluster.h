@@ -127,9 +127,10 @@ class GroupCluster {
   GroupCluster(const GroupCluster&) = delete;
   GroupCluster& operator=(const GroupCluster&) = delete;
 
-  // Runs all of it, once. An error is one of the options, or steps or
+  // Runs all of it, once. Asks every now and then whether it shall go on; an
+  // error if not. Another error is one of the options, or steps or
   // synchronizations that would have no end, as they take no time.
-  Result Run();
+  Result Run(const std::function<bool()>& goes_on);
 
   // When the last step ended, or everything stopped.
   double seconds() const { return seconds_; }

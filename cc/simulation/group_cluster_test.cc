@@ -43,7 +43,7 @@ GroupClusterOptions Trainers(int64_t trainers, int64_t threads, int64_t steps,
 
 std::unique_ptr<GroupCluster> HasRun(GroupClusterOptions options) {
   auto cluster = std::make_unique<GroupCluster>(std::move(options));
-  const Result result = cluster->Run();
+  const Result result = cluster->Run([] { return true; });
   EXPECT_TRUE(result.ok()) << result.error();
   return cluster;
 }
@@ -100,7 +100,7 @@ TEST(GroupClusterTest, StepsThatTakeNoTimeEndByTheirNumberOnly) {
   options.steps = StepsInNoTime::kNoEnd;
   options.seconds = 5.0;
   GroupCluster cluster(options);
-  const std::string error = cluster.Run().error();
+  const std::string error = cluster.Run([] { return true; }).error();
   EXPECT_NE(error.find("seconds=5 would never come"), std::string::npos);
   EXPECT_NE(error.find("from second 0.03"), std::string::npos) << error;
 }
@@ -380,7 +380,7 @@ TEST(GroupClusterTest, OptionsThatDoNotGoTogetherAreRefused) {
   const auto error = [](auto change) {
     GroupClusterOptions options = Hierarchical(1, 2, 1, 1);
     change(&options);
-    return GroupCluster(options).Run().error();
+    return GroupCluster(options).Run([] { return true; }).error();
   };
   const auto has = [](const std::string& text, const char* part) {
     return text.find(part) != std::string::npos;

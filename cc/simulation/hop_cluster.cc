@@ -90,7 +90,7 @@ Result HopCluster::Check() const {
   return Result::Ok();
 }
 
-Result HopCluster::Run() {
+Result HopCluster::Run(const std::function<bool()>& goes_on) {
   const Result checked = Check();
   if (!checked.ok()) return checked;
   there_ = n_;
@@ -108,8 +108,9 @@ Result HopCluster::Run() {
       if (there_ > 0) Stop();
     });
   }
-  while (!has_stopped_ && !timeless_.are_endless() && events_.RunNext()) {
-  }
+  const Result done = events_.RunWhile(
+      [this] { return !has_stopped_ && !timeless_.are_endless(); }, goes_on);
+  if (!done.ok()) return done;
   for (int64_t i = 0; i < n_; ++i) KeepEvents(i);
   if (!error_.empty()) return Result::Error(error_);
   if (timeless_.are_endless()) return timeless_.Error(options_.seconds);

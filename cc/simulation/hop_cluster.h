@@ -3,7 +3,7 @@
 // links, as the loops of the edges carry them in a real cluster.
 //
 //   HopCluster cluster(options);
-//   Result result = cluster.Run();
+//   Result result = cluster.Run([] { return true; });
 //   cluster.seconds();
 //
 // A step is that of HopStrategy: PlanNext, AcquireTokens, Enter, compute, Send
@@ -104,10 +104,11 @@ class HopCluster {
   HopCluster(const HopCluster&) = delete;
   HopCluster& operator=(const HopCluster&) = delete;
 
-  // Runs all of it, once. An error is one of the options, such as steps that
-  // take no time and would have no end, or of the protocol: an invariant that
-  // does not hold, or workers that wait for each other for good.
-  Result Run();
+  // Runs all of it, once. Asks every now and then whether it shall go on; an
+  // error if not. Another error is one of the options, such as steps that take
+  // no time and would have no end, or of the protocol: an invariant that does
+  // not hold, or workers that wait for each other for good.
+  Result Run(const std::function<bool()>& goes_on);
 
   // What has become of it.
 

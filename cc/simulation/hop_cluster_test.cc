@@ -38,7 +38,7 @@ HopClusterOptions ClusterOf(const Setting& setting, int64_t steps) {
 // Has run to its end.
 std::unique_ptr<HopCluster> HasRun(HopClusterOptions options) {
   auto cluster = std::make_unique<HopCluster>(std::move(options));
-  const Result result = cluster->Run();
+  const Result result = cluster->Run([] { return true; });
   EXPECT_TRUE(result.ok()) << result.error();
   return cluster;
 }
@@ -438,7 +438,7 @@ TEST(HopClusterTest, OptionsThatDoNotGoTogetherAreRefused) {
   const auto error = [](auto change) {
     HopClusterOptions options = ClusterOf(Setting("", Ring(4)).Gap(5), 8);
     change(&options);
-    return HopCluster(options).Run().error();
+    return HopCluster(options).Run([] { return true; }).error();
   };
   const auto has = [](const std::string& text, const char* part) {
     return text.find(part) != std::string::npos;

@@ -12,9 +12,6 @@
 namespace recsync {
 namespace {
 
-// How many events pass before somebody is asked whether to go on.
-constexpr int kEventsAtOnce = 1 << 14;
-
 // Links and token lists have whole nanoseconds, of less than 292 years.
 Link::Time TimeOf(double seconds) {
   constexpr double kMostSeconds = 8e9;
@@ -187,12 +184,8 @@ Result ServerSimulation::Run(const std::function<bool()>& goes_on) {
     for (Worker& worker : workers_) Fetch(&worker, 0.0);
   }
   for (int w = 0; w < options_.workers; ++w) Begin(w);
-  int64_t events = 0;
-  while (error_.ok() && events_.RunNext()) {
-    if (++events % kEventsAtOnce == 0 && !goes_on()) {
-      return Result::Error("the simulation was ended");
-    }
-  }
+  const Result done = events_.RunWhile([this] { return error_.ok(); }, goes_on);
+  if (!done.ok()) return done;
   if (!error_.ok()) return error_;
   if (done_ != options_.steps) {
     return Result::Error("all wait for each other after ", done_, " steps");

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf_recsync._checks import check_at_least
@@ -16,7 +18,11 @@ from tf_recsync.strategies.fit_strategy import FitStrategy
 
 _ROW_EXTRA_BYTES = 8  # Of a row's number.
 _LEAST = 3  # Steps of a worker that are measured.
-_MOST = 20  # How many times as many steps as are asked for are made at most.
+# It is given up after so many times as many steps as are asked for, and so many seconds: workers
+# tell of their waits twice a second.
+_MOST = 20
+_MOST_SECONDS = 60.0
+_WITHOUT_END = 2**40  # Steps.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +97,8 @@ def calibrate(model: keras.Model, dataset: tf.data.Dataset, steps: int = 200) ->
         model: compiled in the scope of an `AsyncStrategy`.
         dataset: as of `fit`; it is repeated.
         steps: that are measured at least, of all workers together; an int of at least 10 for each
-            worker. Half as many come before them, and more if a worker has done none by then.
+            worker. Half as many come before them, and more if a worker has done none by then. Steps
+            go on until each worker has told of its waits for data, which it does twice a second.
 
     Returns:
         What was measured. The bytes are those of the dense variables, and of the rows of tables
@@ -99,7 +106,7 @@ def calibrate(model: keras.Model, dataset: tf.data.Dataset, steps: int = 200) ->
 
     Raises:
         ValueError: if the model's strategy is another one, or there are too few steps.
-        RuntimeError: if a worker does none of twenty times as many steps.
+        RuntimeError: if a worker does none of twenty times as many steps, and none in a minute.
 
     Example:
 
@@ -131,15 +138,14 @@ def calibrate(model: keras.Model, dataset: tf.data.Dataset, steps: int = 200) ->
     check_at_least("steps", steps, 10 * workers)
     readings = _Readings(steps)
     # The end of the pass, at which fast workers wait for slow ones, is not measured.
-    model.fit(dataset.repeat(), steps_per_epoch=_MOST * steps, verbose=0, callbacks=[readings])
+    model.fit(dataset.repeat(), steps_per_epoch=_WITHOUT_END, verbose=0, callbacks=[readings])
     if len(readings.taken) < 2:
         raise RuntimeError(
-            f"of {_MOST * steps} steps, some workers have done none: by worker they did "
+            f"some workers have done less than {_LEAST} steps: by worker they did "
             f"{strategy.worker_steps(model)}"
         )
     first, last = readings.taken
-    done = [b - a for a, b in zip(first.steps, last.steps, strict=True)]
-    waited = [b - a for a, b in zip(first.waited, last.waited, strict=True)]
+    done = last.steps - first.steps
     seconds = last.time - first.time
     dense, rows = 0, 0.0
     for state in (state for one in parts_of(model.optimizer) for state in one.states):
@@ -150,34 +156,46 @@ def calibrate(model: keras.Model, dataset: tf.data.Dataset, steps: int = 200) ->
         path = state.variable.path
         updates = last.updates[path] - first.updates.get(path, 0)
         width = size // max(state.variable.shape[0], 1)
-        rows += updates / sum(done) * (4 * width + _ROW_EXTRA_BYTES)
+        rows += updates / done.sum() * (4 * width + _ROW_EXTRA_BYTES)
     return Calibration(
-        compute_seconds=tuple(
-            max(seconds - wait, 0.0) / count for wait, count in zip(waited, done, strict=True)
-        ),
+        compute_seconds=_compute_seconds(first, last),
         pull_bytes=dense + round(rows),
         push_bytes=dense + round(rows),
-        steps_per_second=sum(done) / seconds,
+        steps_per_second=float(done.sum() / seconds),
         ps=strategy.cluster.ps,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Reading:
-    """What is known at one moment of a pass."""
+    """What is known at one moment of a pass; arrays are by worker."""
 
     time: float
-    steps: list[int]  # By worker.
-    waited: list[float]  # The seconds that it has waited for data.
+    steps: np.ndarray
+    known: np.ndarray  # Those of the steps of which the waits are known.
+    waited: np.ndarray  # The seconds that it has waited for data in these.
     updates: dict[str, int]  # By variable, of rows one by one.
 
 
-class _Readings(keras.callbacks.Callback):
-    """Reads how far workers are after some steps, and again after more; then training ends."""
+def _compute_seconds(first: _Reading, last: _Reading) -> tuple[float, ...]:
+    """How long a step of each worker takes, without its waits."""
+    each = (last.time - first.time) / (last.steps - first.steps)
+    # What is known of waits is of fewer steps than those that are done by now.
+    waits = (last.waited - first.waited) / (last.known - first.known)
+    return tuple(np.maximum(each - waits, 0.0).tolist())
 
-    def __init__(self, steps: int):
+
+class _Readings(keras.callbacks.Callback):
+    """Reads how far workers are after some steps, and again after more; then training ends.
+
+    In between, each worker has told of its waits.
+    """
+
+    def __init__(self, steps: int, now: Callable[[], float] = time.monotonic):
         super().__init__()
         self._steps = steps
+        self._now = now
+        self._began = now()
         self.taken: list[_Reading] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -185,17 +203,25 @@ class _Readings(keras.callbacks.Callback):
         if len(self.taken) == 2:
             self.model.stop_training = True
             return
-        steps = strategy.worker_steps(self.model)
-        before = self.taken[0].steps if self.taken else [0] * len(steps)
-        more = [now - earlier for now, earlier in zip(steps, before, strict=True)]
-        if sum(more) < self._steps / (1 if self.taken else 2) or min(more) < _LEAST:
+        steps = np.array(strategy.worker_steps(self.model))
+        known, waited = map(
+            np.array, zip(*self.model.train_function.steps_and_waits(), strict=True)
+        )
+        more, more_known = steps, known
+        if self.taken:
+            more, more_known = steps - self.taken[0].steps, known - self.taken[0].known
+        least = self._steps / (1 if self.taken else 2)
+        if more.sum() < least or min(*more, *more_known) < _LEAST:
+            is_late = self._now() - self._began >= _MOST_SECONDS
+            self.model.stop_training = is_late and steps.sum() >= _MOST * self._steps
             return
         variables = strategy.staleness(self.model).variables
         self.taken.append(
             _Reading(
-                time.monotonic(),
+                self._now(),
                 steps,
-                strategy.data_wait(self.model),
+                known,
+                waited,
                 {path: found.count for path, found in variables.items()},
             )
         )

@@ -9,12 +9,13 @@ from typing import Any
 import keras
 
 from tf_recsync import optimizers
-from tf_recsync._checks import check_at_least, check_seed
+from tf_recsync._checks import check_seed
 from tf_recsync.layers import MeanNormalization
 from tf_recsync.optimizers import Optimizer
-from tf_recsync.simulation._settings import check_number
+from tf_recsync.simulation._settings import check_count, check_number
 
 _BATCH_SIZE = 64  # Where nothing else is said.
+_MOST = 2**24  # Of what there are many of; the engine says which of them may be as many together.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class ClickModel:
     numbers. Only such a model can learn `number_pairs`.
 
     With a `drift`, clicks change from day to day, and a model is tested on the clicks of the day
-    after those on which it was trained.
+    after that of the last batch on which it was trained, also in the course of a day.
 
     References: Rendle 2010, "Factorization Machines"; Cheng et al. 2016, "Wide & Deep Learning
     for Recommender Systems".
@@ -109,16 +110,18 @@ class ClickModel:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("features", "vocabulary", "day_batches", "test_examples"):
-            check_at_least(name, getattr(self, name), 1)
-        for name in ("numbers", "dimension", "evaluations"):
-            check_at_least(name, getattr(self, name), 0)
+        for name in ("features", "vocabulary", "test_examples"):
+            check_count(name, getattr(self, name), 1, _MOST)
+        for name in ("numbers", "dimension"):
+            check_count(name, getattr(self, name), most=_MOST)
+        check_count("day_batches", self.day_batches, 1)
+        check_count("evaluations", self.evaluations)
         if self.batch_size is not None:
-            check_at_least("batch_size", self.batch_size, 1)
+            check_count("batch_size", self.batch_size, 1, _MOST)
         if isinstance(self.hidden_units, str) or not isinstance(self.hidden_units, Sequence):
             raise ValueError(f"hidden_units must be a sequence of ints, not {self.hidden_units!r}")
         for i, units in enumerate(self.hidden_units):
-            check_at_least(f"hidden_units[{i}]", units, 1)
+            check_count(f"hidden_units[{i}]", units, 1, _MOST)
         if self.hidden_units and self.dimension == self.numbers == 0:
             raise ValueError("hidden_units need inputs: dimension or numbers must be positive")
         self._check_normalization()
@@ -157,6 +160,8 @@ class ClickModel:
                 f"the model's batch_size must be None or the mode's local_batch_size="
                 f"{local_batch_size}, not {self.batch_size}"
             )
+        batch_size = self.batch_size or local_batch_size or _BATCH_SIZE
+        check_count("local_batch_size", batch_size, 1, _MOST)
         dense = self.optimizer or optimizers.Adagrad(0.05)
         names = ("features", "vocabulary", "numbers", "dimension", "signal", "drift")
         names += ("number_mean", "number_pairs")
@@ -168,7 +173,7 @@ class ClickModel:
             "mean_normalization": self.mean_normalization is not None,
             "momentum": normalization.momentum,
             "epsilon": normalization.epsilon,
-            "batch_size": self.batch_size or local_batch_size or _BATCH_SIZE,
+            "batch_size": batch_size,
             "dense": _of_optimizer(dense, is_table=False),
             "rows": _of_optimizer(self.table_optimizer or dense, is_table=True),
         }
@@ -183,12 +188,17 @@ def _check_optimizer(name: str, optimizer: Optimizer) -> None:
         )
     if not isinstance(optimizer._learning_rate, keras.Variable):
         raise ValueError(f"{name} must have a constant learning rate")
-    for option in ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema"):
+    for option in (
+        *("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema"),
+        *("gradient_accumulation_steps", "loss_scale_factor"),
+    ):
         if getattr(optimizer, option):
             raise ValueError(
                 f"{name} must be without {option}, which a simulation does not have, not "
                 f"{getattr(optimizer, option)!r}"
             )
+    if optimizer.swap:
+        check_count(f"period of the swap of {name}", optimizer.swap.period, 1)
     if optimizer.nonfinite == "error":
         raise ValueError(f"{name} must have nonfinite='apply' or 'skip', not 'error'")
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tf_recsync._checks import check_at_least, check_seed
 from tf_recsync.simulation._factors import Factors
-from tf_recsync.simulation._settings import check_number
+from tf_recsync.simulation._settings import MOST_NOISE, MOST_SECONDS, check_number
 from tf_recsync.testing.slowdown import Slowdown
 
 
@@ -21,7 +21,7 @@ class StepFactor:
     Args:
         workers: how many workers there are, an int of at least 1.
         slowdown: of `recsync.testing`; None (the default) for none.
-        noise: sigma of the lognormal factor, at least 0; default 0.
+        noise: sigma of the lognormal factor, from 0, the default, to 5.
         seed: of that, an int of 64 bits. Defaults to 0.
 
     Raises:
@@ -32,7 +32,7 @@ class StepFactor:
         self, workers: int, slowdown: Slowdown | None = None, noise: float = 0.0, seed: int = 0
     ):
         check_at_least("workers", workers, 1)
-        check_number("noise", noise)
+        check_number("noise", noise, most=MOST_NOISE)
         check_seed(seed)
         self._noise = float(noise)
         self._random = [np.random.default_rng([seed, worker]) for worker in range(workers)]
@@ -80,7 +80,7 @@ class ComputeTime:
     They are a base time, times a `StepFactor`.
 
     Args:
-        seconds: the base time, at least 0: a number, or one for each worker.
+        seconds: the base time, from 0 to a million: a number, or one for each worker.
         workers: as of `StepFactor`, as are the three that follow.
         slowdown: see there.
         noise: see there.
@@ -116,7 +116,7 @@ class ComputeTime:
             )
         for worker, value in enumerate(given):
             name = f"{argument}[{worker}]" if each else argument
-            check_number(name, value)
+            check_number(name, value, most=MOST_SECONDS)
         self._base = [float(value) for value in given]
         self._factor = StepFactor(workers, slowdown, noise, seed)
 

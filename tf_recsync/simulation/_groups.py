@@ -18,7 +18,6 @@ from tf_recsync.simulation._learning import (
     LinkUse,
     LogisticRegression,
     Loss,
-    check_count,
     check_model,
     checked_bandwidth,
     draw_losses,
@@ -28,10 +27,13 @@ from tf_recsync.simulation._learning import (
 )
 from tf_recsync.simulation._pictures import draw_numbers, draw_shares, draw_staleness
 from tf_recsync.simulation._result import as_json, in_short
-from tf_recsync.simulation._settings import check_number
+from tf_recsync.simulation._settings import check_count, check_number
 from tf_recsync.synchronization.shadow_algorithms import BMUF, EASGD, Algorithm, ModelAveraging
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
-from tf_recsync.synchronization.sync_report import SyncReport
+from tf_recsync.synchronization.sync_report import SyncReport, per_second
+
+# Of groups, and of what each of them has; as in cc/simulation/group_cluster.cc.
+MOST_IN_GROUPS = 2**14
 
 # (device or -1 for the trainer, FLOP, bytes to it, bytes back, reads, updates) of each use.
 Stages = Sequence[Sequence[tuple[int, int, int, int, bool, bool]]]
@@ -65,8 +67,8 @@ class GroupResult:
 
     @property
     def steps_per_second(self) -> float:
-        """Of all trainers together."""
-        return sum(self.steps) / self.seconds if self.seconds else 0.0
+        """Of all trainers together; infinite if they took no time."""
+        return per_second(sum(self.steps), self.seconds)
 
     @property
     def examples_per_second(self) -> float | None:
@@ -268,7 +270,7 @@ def _checked_sync_ps(sync_ps: int | None, algorithm: Algorithm | None) -> int:
     is_central = algorithm is not None and algorithm.is_central
     if sync_ps is None:
         return int(is_central)
-    check_at_least("sync_ps", sync_ps, 0)
+    check_count("sync_ps", sync_ps, most=MOST_IN_GROUPS)
     if is_central != (sync_ps > 0):
         allowed = "at least 1 with EASGD" if is_central else "0 without EASGD"
         raise ValueError(f"sync_ps must be {allowed}, not {sync_ps}")
@@ -301,6 +303,7 @@ def _synchronization(
         raise ValueError(f'mode must be "shadow" without an algorithm, not {mode!r}')
     if isinstance(mode, Foreground):
         if mode.gap is not None:
+            check_count("gap", mode.gap, 1)
             return found | {"schedule": "gap", "gap": mode.gap, "interval": 0.0}
         return found | {"schedule": "interval", "gap": 1, "interval": mode.interval}
     if mode == "shadow":

@@ -7,11 +7,10 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-from tf_recsync._checks import check_at_least
 from tf_recsync.placement import OperatorPlan
-from tf_recsync.simulation._groups import GroupResult, simulate_groups
-from tf_recsync.simulation._learning import MOST_BYTES, LogisticRegression, check_count
-from tf_recsync.simulation._settings import check_number
+from tf_recsync.simulation._groups import MOST_IN_GROUPS, GroupResult, simulate_groups
+from tf_recsync.simulation._learning import MOST_BYTES, LogisticRegression
+from tf_recsync.simulation._settings import check_count, check_number
 from tf_recsync.synchronization.shadow_algorithms import Algorithm
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
 
@@ -182,7 +181,7 @@ def simulate_hierarchical(
         ("trainers_per_group", trainers_per_group),
         ("nets_per_trainer", nets_per_trainer),
     ):
-        check_at_least(name, value, 1)
+        check_count(name, value, 1, MOST_IN_GROUPS)
     if not isinstance(step, GroupStep):
         raise ValueError(f"step must be a GroupStep, not {step!r}")
     return simulate_groups(

@@ -19,7 +19,6 @@ from tf_recsync.simulation._learning import (
     LinkUse,
     LogisticRegression,
     Loss,
-    check_count,
     check_model,
     checked_bandwidth,
     draw_losses,
@@ -29,11 +28,11 @@ from tf_recsync.simulation._learning import (
 )
 from tf_recsync.simulation._pictures import FIRST, SECOND, draw_numbers
 from tf_recsync.simulation._result import as_json
-from tf_recsync.simulation._settings import check_number
+from tf_recsync.simulation._settings import check_count, check_number
 from tf_recsync.synchronization.events import Event, write_trace
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import Reports, State, WorkerReport
-from tf_recsync.synchronization.sync_report import SyncReport
+from tf_recsync.synchronization.sync_report import SyncReport, per_second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +73,8 @@ class HopResult:
 
     @property
     def steps_per_second(self) -> float:
-        """Of all workers together."""
-        return sum(self.steps) / self.seconds if self.seconds else 0.0
+        """Of all workers together; infinite if they took no time."""
+        return per_second(sum(self.steps), self.seconds)
 
     @property
     def seconds_per_iteration(self) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from tf_recsync import _engine
 from tf_recsync._checks import check_at_least, check_seed
 from tf_recsync.simulation._pictures import FIRST
-from tf_recsync.simulation._settings import check_number
+from tf_recsync.simulation._settings import MOST, check_count, check_number
 
 
 def check_model(model: LogisticRegression | None) -> None:
@@ -21,9 +21,6 @@ def check_model(model: LogisticRegression | None) -> None:
         )
 
 
-# Of steps and operations: what the engine can count, with room for sums. Steps without a number
-# are as many, see cc/simulation/steps_in_no_time.h.
-_MOST = 2**62
 MOST_BYTES = 2**40  # Of a message.
 
 
@@ -132,19 +129,6 @@ class LinkUse:
     seconds: float
 
 
-def check_count(
-    name: str, value: float, least: int = 0, most: int = _MOST, whole: bool = True
-) -> None:
-    """Raises a ValueError if an argument is not from `least` to `most`, or is no integer where it
-    has to be one."""
-    if whole:
-        check_at_least(name, value, least)
-    else:
-        check_number(name, value)
-    if value > most:
-        raise ValueError(f"{name} must be at most {most}, not {value!r}")
-
-
 def limits(steps: int | None, seconds: float | None) -> tuple[int, float]:
     """Steps and seconds after which a simulation ends, of arguments one of which may be None.
 
@@ -157,7 +141,7 @@ def limits(steps: int | None, seconds: float | None) -> tuple[int, float]:
         check_count("steps", steps, 1)
     if seconds is not None:
         check_number("seconds", seconds, positive=True)
-    return _MOST if steps is None else steps, math.inf if seconds is None else float(seconds)
+    return MOST if steps is None else steps, math.inf if seconds is None else float(seconds)
 
 
 def checked_bandwidth(name: str, value: float) -> float:

@@ -85,7 +85,9 @@ class Result:
     """What a simulated run of workers on parameter servers gave. Nothing of it was measured.
 
     All but `seconds` and `steps` is of the time after the `warmup_steps` and before the
-    `cooldown_steps`.
+    `cooldown_steps`. Of `aggregation`, three attributes are exceptions: `global_step` counts from
+    the beginning of the run, `age_max` is that of the warm-up, too, and `left_over` is what is left
+    over at the end of the run.
 
     Attributes:
         mode: the name of the mode.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tf_recsync._checks import check_at_least
 from tf_recsync.modes import ModeConfig
 from tf_recsync.simulation import _servers
 from tf_recsync.simulation._click_model import ClickModel
@@ -43,13 +42,13 @@ def run(
         workers: how many there are, an int of at least 1.
         ps: how many parameter servers there are, an int of at least 1, the default. All get equal
             shares of what is pulled and pushed.
-        compute_seconds: how long a step computes, in seconds, at least 0: a number, or one for
-            each worker.
+        compute_seconds: how long a step computes, in seconds, from 0 to a million: a number, or one
+            for each worker.
         steps: how many steps all workers do together, an int of at least 1.
         slowdown: by which compute times are multiplied, of `recsync.testing`; None (the default)
             for none. The seconds that it gets are those since all began.
         noise: sigma of a lognormal factor of mean 1, by which compute times are multiplied, too,
-            for each step another; at least 0. Defaults to 0.0.
+            for each step another; from 0, the default, to 5.
         network: None (the default) for one without limits.
         server: the processor of each parameter server; None (the default) for one that takes no
             time.
@@ -89,7 +88,6 @@ def run(
     """
     if not isinstance(mode, ModeConfig):
         raise ValueError(f"mode must be one of recsync.modes, not {mode!r}")
-    check_at_least("workers", workers, 1)
     return _servers.simulate(
         mode,
         workers=workers,

@@ -6,13 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from tf_recsync._checks import check_at_least
 from tf_recsync.simulation._compute import ComputeTime, StepFactor
-from tf_recsync.simulation._groups import GroupResult
+from tf_recsync.simulation._groups import MOST_IN_GROUPS, GroupResult
 from tf_recsync.simulation._hierarchical import GroupStep, simulate_hierarchical
 from tf_recsync.simulation._hop import HopResult, simulate_hop
 from tf_recsync.simulation._learning import LogisticRegression
-from tf_recsync.simulation._settings import Network
+from tf_recsync.simulation._settings import MOST_OF_ALL, Network, check_count
 from tf_recsync.simulation._shadow import simulate_shadow
 from tf_recsync.strategies.hop_checks import checked_protocol
 from tf_recsync.synchronization.hop_protocol import Skip
@@ -54,8 +53,8 @@ def run_hop(
 
     Args:
         topology: of `recsync.topology`; it says how many workers there are.
-        compute_seconds: how long a step computes, in seconds, at least 0: a number, or one for
-            each worker.
+        compute_seconds: how long a step computes, in seconds, from 0 to a million: a number, or one
+            for each worker.
         steps: of all workers together, an int of at least 1; None (the default): without end.
         seconds: after which everything stops, positive; None (the default): not before the steps
             are done. One of the two must be given.
@@ -67,8 +66,8 @@ def run_hop(
         protocol: see there.
         slowdown: by which compute times are multiplied, of `recsync.testing`; None (the default)
             for none.
-        noise: sigma of a lognormal factor of mean 1, for each step another; at least 0, the
-            default.
+        noise: sigma of a lognormal factor of mean 1, for each step another; from 0, the
+            default, to 5.
         network: None (the default) for one without limits; of the links, only those of workers
             count.
         update_bytes: of the parameters that a worker sends to a neighbor, at least 0, the default.
@@ -202,7 +201,7 @@ def run_shadow_sync(
     >>> round(result.steps_per_second), result.average_sync_gap > 1
     (20, True)
     """
-    check_at_least("trainers", trainers, 1)
+    check_count("trainers", trainers, 1, MOST_IN_GROUPS)
     return simulate_shadow(
         algorithm,
         mode,
@@ -309,9 +308,10 @@ def run_hierarchical(
         >>> round(result.steps_per_second, 6)
         4.0
     """
-    check_at_least("groups", groups, 1)
-    check_at_least("trainers_per_group", trainers_per_group, 1)
+    check_count("groups", groups, 1, MOST_IN_GROUPS)
+    check_count("trainers_per_group", trainers_per_group, 1, MOST_IN_GROUPS)
     trainers = groups * trainers_per_group
+    check_count("groups * trainers_per_group", trainers, 1, MOST_OF_ALL)
     return simulate_hierarchical(
         algorithm,
         mode,

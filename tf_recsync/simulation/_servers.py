@@ -9,15 +9,28 @@ from typing import Any
 import numpy as np
 
 from tf_recsync import _engine, staleness
-from tf_recsync._checks import check_at_least, check_seed
+from tf_recsync._checks import check_seed
 from tf_recsync.modes import ModeConfig
 from tf_recsync.simulation._click_model import ClickModel
 from tf_recsync.simulation._factors import Factors
 from tf_recsync.simulation._result import Evaluation, Result, Times, Utilization
-from tf_recsync.simulation._settings import Network, Server, check_number
+from tf_recsync.simulation._settings import (
+    MOST_NOISE,
+    MOST_OF_ALL,
+    MOST_SECONDS,
+    Network,
+    Server,
+    check_count,
+    check_number,
+)
 from tf_recsync.synchronization import aggregation
 from tf_recsync.synchronization.gradient_buffer import State
+from tf_recsync.synchronization.sync_report import per_second
 from tf_recsync.testing.slowdown import Slowdown
+
+# As in cc/simulation/server_simulation.cc.
+_MOST_STEPS = 2**40
+_MOST_BYTES = 2**50  # Of all servers together.
 
 
 def simulate(
@@ -43,14 +56,16 @@ def simulate(
     _check(
         workers, ps, steps, warmup_steps, cooldown_steps, reader_ahead, pull_bytes, push_bytes, seed
     )
-    check_number("noise", noise)
-    check_number("reader_seconds", reader_seconds)
+    check_number("noise", noise, most=MOST_NOISE)
+    check_number("reader_seconds", reader_seconds, most=MOST_SECONDS)
     for name, value, kind in (("network", network, Network), ("server", server, Server)):
         if not isinstance(value, kind):
             raise ValueError(f"{name} must be a recsync.simulation.{kind.__name__}, not {value!r}")
     if model is not None and not isinstance(model, ClickModel):
         raise ValueError(f"model must be a recsync.simulation.ClickModel or None, not {model!r}")
     mode = config.on(workers)
+    check_count("staleness_bound", mode.clock_bound)
+    check_count("the batches of a global batch", mode.repeats, 1, MOST_OF_ALL)
     factors = None if slowdown is None else Factors(slowdown, workers, steps // workers + 1)
     bandwidth = math.inf if network.bandwidth is None else float(network.bandwidth)
     of_servers = bandwidth if network.server_bandwidth is None else float(network.server_bandwidth)
@@ -90,14 +105,15 @@ def simulate(
         evaluate_every=max(1, steps // model.evaluations) if model and model.evaluations else 0,
     )
     before, after = found["before"], found["after"]
-    seconds = after["seconds"] - before["seconds"]
     return Result(
         mode=mode.name,
-        workers=workers,
-        ps=ps,
+        workers=int(workers),
+        ps=int(ps),
         seconds=found["seconds"],
-        steps=steps,
-        steps_per_second=(after["steps"] - before["steps"]) / seconds if seconds else math.inf,
+        steps=int(steps),
+        steps_per_second=per_second(
+            after["steps"] - before["steps"], after["seconds"] - before["seconds"]
+        ),
         staleness=_staleness(before, after),
         aggregation=_aggregation(before, after, found["left_over"]) if mode.uses_tokens else None,
         utilization=_utilization(before, after, server.threads),
@@ -120,21 +136,21 @@ def _check(
     seed: int,
 ) -> None:
     """Checks what is an integer."""
-    check_at_least("workers", workers, 1)
-    check_at_least("ps", ps, 1)
-    check_at_least("steps", steps, 1)
-    check_at_least("warmup_steps", warmup_steps, 0)
+    check_count("workers", workers, 1, MOST_OF_ALL)
+    check_count("ps", ps, 1, MOST_OF_ALL)
+    check_count("steps", steps, 1, _MOST_STEPS)
+    check_count("warmup_steps", warmup_steps)
     if warmup_steps >= steps:
         raise ValueError(f"warmup_steps must be less than steps={steps}, not {warmup_steps}")
-    check_at_least("cooldown_steps", cooldown_steps, 0)
+    check_count("cooldown_steps", cooldown_steps)
     if warmup_steps + cooldown_steps >= steps:
         raise ValueError(
             f"cooldown_steps must be less than steps - warmup_steps={steps - warmup_steps}, not "
             f"{cooldown_steps}"
         )
-    check_at_least("reader_ahead", reader_ahead, 0)
-    check_at_least("pull_bytes", pull_bytes, 0)
-    check_at_least("push_bytes", push_bytes, 0)
+    check_count("reader_ahead", reader_ahead, most=MOST_OF_ALL)
+    check_count("pull_bytes", pull_bytes, most=_MOST_BYTES)
+    check_count("push_bytes", push_bytes, most=_MOST_BYTES)
     check_seed(seed)
 
 
@@ -148,9 +164,9 @@ def _by_worker(compute_seconds: float | Sequence[float], workers: int) -> list[f
                 f"{len(seconds)} numbers"
             )
         for w, value in enumerate(seconds):
-            check_number(f"compute_seconds[{w}]", value)
+            check_number(f"compute_seconds[{w}]", value, most=MOST_SECONDS)
         return seconds
-    check_number("compute_seconds", compute_seconds)
+    check_number("compute_seconds", compute_seconds, most=MOST_SECONDS)
     return [float(compute_seconds)] * workers
 
 

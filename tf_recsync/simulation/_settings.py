@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from tf_recsync._checks import check_at_least, number
 
+# The engine's limits: of machines, of threads and of what else there are many of; of the seconds
+# that one thing takes; and of sigma.
+MOST_OF_ALL = 2**20
+MOST_SECONDS = 1e6
+MOST_NOISE = 5.0
+# Of steps and operations: what the engine can count, with room for sums. Steps without a number
+# are as many, see cc/simulation/steps_in_no_time.h.
+MOST = 2**62
 
-def check_number(name: str, value: float, *, positive: bool = False) -> None:
-    """Raises a ValueError unless an argument is a finite number of at least 0, or above 0."""
+
+def check_number(
+    name: str, value: float, *, positive: bool = False, most: float = math.inf
+) -> None:
+    """Raises a ValueError unless an argument is a finite number from 0, or above 0, to `most`."""
     bound = {"above": 0} if positive else {"least": 0}
     allowed = "positive" if positive else "at least 0"
-    number(name, value, **bound, allowed=f"a finite number, {allowed}")
+    if most < math.inf:
+        allowed = f"from 0 to {most:g}"
+    number(name, value, **bound, most=most, allowed=f"a finite number, {allowed}")
+
+
+def check_count(
+    name: str, value: float, least: int = 0, most: int = MOST, whole: bool = True
+) -> None:
+    """Raises a ValueError if an argument is not from `least` to `most`, or is no integer where it
+    has to be one."""
+    if whole:
+        check_at_least(name, value, least)
+    else:
+        check_number(name, value)
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, not {value!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +77,8 @@ class Network:
         for name in ("bandwidth", "server_bandwidth"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), positive=True)
-        check_number("latency", self.latency)
-        check_at_least("workers_per_machine", self.workers_per_machine, 1)
+        check_number("latency", self.latency, most=MOST_SECONDS)
+        check_count("workers_per_machine", self.workers_per_machine, 1, MOST_OF_ALL)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +112,6 @@ class Server:
     seconds_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        check_at_least("threads", self.threads, 1)
+        check_count("threads", self.threads, 1, MOST_OF_ALL)
         for name in ("seconds_per_pull", "seconds_per_application", "seconds_per_byte"):
-            check_number(name, getattr(self, name))
+            check_number(name, getattr(self, name), most=MOST_SECONDS)

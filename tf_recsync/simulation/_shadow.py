@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-from tf_recsync._checks import check_at_least
-from tf_recsync.simulation._groups import GroupResult, simulate_groups
-from tf_recsync.simulation._learning import LogisticRegression, check_count
-from tf_recsync.simulation._settings import check_number
+from tf_recsync.simulation._groups import MOST_IN_GROUPS, GroupResult, simulate_groups
+from tf_recsync.simulation._learning import LogisticRegression
+from tf_recsync.simulation._settings import MOST_SECONDS, check_count, check_number
 from tf_recsync.synchronization.shadow_algorithms import Algorithm
 from tf_recsync.synchronization.shadow_schedule import Foreground, Shadow
 
@@ -89,11 +88,10 @@ def simulate_shadow(
     >>> round(result.steps_per_second, 6), result.average_sync_gap
     (20.0, 5.0)
     """
-    check_at_least("trainers", trainers, 1)
-    check_at_least("threads_per_trainer", threads_per_trainer, 1)
-    check_number("memory_seconds", memory_seconds)
+    check_count("trainers", trainers, 1, MOST_IN_GROUPS)
+    check_count("threads_per_trainer", threads_per_trainer, 1, MOST_IN_GROUPS)
+    check_number("memory_seconds", memory_seconds, most=MOST_SECONDS)
     # A trainer's memory is a device that serves one thread after the other: a unit a nanosecond.
-    check_count("memory_seconds", 1e9 * memory_seconds, whole=False)
     nanoseconds = round(1e9 * memory_seconds)
     return simulate_groups(
         algorithm,

@@ -364,6 +364,16 @@ class Steps:
                 waited[slot.index] += 1e-6 * slot.state.waited / self.threads
         return waited
 
+    def steps_and_waits(self) -> list[tuple[int, float]]:
+        """Of each worker, the steps that it had done in the pass that runs when it was last read,
+        -1 if it never was, and the seconds that it had waited for their batches."""
+        found = [(-1, 0.0)] * self._settings.cluster.workers
+        for slot in self._run.slots:
+            if slot.state is not None:
+                steps, waited = slot.state.counted_and_waited
+                found[slot.index] = steps, 1e-6 * waited
+        return found
+
     @property
     def losses(self) -> Losses:
         """What was lost with workers in all passes."""

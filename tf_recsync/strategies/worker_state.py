@@ -142,6 +142,12 @@ class WorkerState:
         return self._counted
 
     @property
+    def counted_and_waited(self) -> tuple[int, int]:
+        """That, and the microseconds that it had waited for data until then."""
+        with self._reading:
+            return self._counted, self.waited
+
+    @property
     def has_counted(self) -> bool:
         """Whether it had done steps since its metrics were reset, or made, as far as was read."""
         return not self.reset_metrics and self._reset_at < self._counted

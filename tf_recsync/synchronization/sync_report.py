@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,13 +39,19 @@ class SyncReport:
         """EPS, of all trainers together, as if all batches were full; None if that is not known."""
         if self.local_batch_size is None:
             return None
-        examples = self.steps * self.local_batch_size
-        return examples / self.trained_seconds if self.trained_seconds else 0.0
+        return per_second(self.steps * self.local_batch_size, self.trained_seconds)
 
     @property
     def syncs_per_second(self) -> float:
         """Of all groups together."""
-        return sum(self.syncs) / self.trained_seconds if self.trained_seconds else 0.0
+        return per_second(sum(self.syncs), self.trained_seconds)
+
+
+def per_second(count: float, seconds: float) -> float:
+    """How many there are in a second; infinitely many if some take no time."""
+    if seconds:
+        return count / seconds
+    return math.inf if count else 0.0
 
 
 class SyncCounts:
