@@ -10,7 +10,6 @@ or the only other one) and a test file (`NAME.test` or `NAME.t`), plain or gzip.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pathlib
 import time
@@ -36,7 +35,6 @@ flags.DEFINE_float("momentum", 0.9, "Of the gradients.", lower_bound=0, upper_bo
 flags.DEFINE_float("weight_decay", 1e-7, "Times half the squares, added to the loss.")
 flags.DEFINE_string("output_dir", None, "Gets TensorBoard logs, weights and a timeline.")
 flags.DEFINE_integer("seed", 1, "Of initial weights and shuffling.")
-flags.DEFINE_string("metrics_json", None, "Gets the final figures.")
 FLAGS.set_default("strategy", "hop")
 FLAGS.set_default("workers", 8)
 
@@ -85,6 +83,7 @@ def main(argv: list[str]) -> None:
     strategy_flags.check_flags(strategy_flags.WITHOUT_TABLES)
     if FLAGS.strategy not in ("local", "hop"):
         raise app.UsageError("--strategy must be hop or local: the optimizer is a stock one")
+    strategy_flags.prepare_output_dir()
     train_file, test_file = find_files()
     x, y = recsync.data.load_libsvm(train_file)
     x_test, y_test = recsync.data.load_libsvm(test_file or train_file)
@@ -98,7 +97,6 @@ def main(argv: list[str]) -> None:
         dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), FLAGS.seed)
         callbacks = []
         if FLAGS.output_dir:
-            os.makedirs(FLAGS.output_dir, exist_ok=True)
             callbacks.append(keras.callbacks.TensorBoard(FLAGS.output_dir, write_graph=False))
         if strategy is not None:
             callbacks.insert(0, recsync.callbacks.HopReport(FLAGS.output_dir))
@@ -113,6 +111,10 @@ def main(argv: list[str]) -> None:
             shuffle=False,  # The dataset shuffles itself.
         )
         seconds = time.monotonic() - start
+        if FLAGS.output_dir:  # Before anything else can fail.
+            model.save_weights(os.path.join(FLAGS.output_dir, "model.weights.h5"))
+            timeline = ", timeline.json" if strategy else ""
+            print(f"saved to {FLAGS.output_dir}: weights, TensorBoard logs{timeline}")
         tested = model.evaluate(x_test, y_test, batch_size=1024, return_dict=True, verbose=0)
         figures = {
             "strategy": FLAGS.strategy,
@@ -128,13 +130,7 @@ def main(argv: list[str]) -> None:
             figures["spectral_gap"] = strategy.topology.spectral_gap
             figures.update(strategy_flags.hop_figures(strategy.hop_report(model)))
         report(figures)
-        if FLAGS.metrics_json:
-            with open(FLAGS.metrics_json, "w") as file:
-                json.dump(figures, file, indent=2)
-                file.write("\n")
-        if FLAGS.output_dir:
-            model.save_weights(os.path.join(FLAGS.output_dir, "model.weights.h5"))
-            print(f"saved to {FLAGS.output_dir}: weights, TensorBoard logs, timeline.json")
+        strategy_flags.write_figures(figures)
 
 
 def report(figures: dict) -> None:
