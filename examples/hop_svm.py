@@ -4,7 +4,8 @@ r"""Trains a linear classifier with log loss, decentralized: the SVM of the Hop 
         --backup_workers=1 --max_iteration_gap=4 --epochs=3
 
 DATA is a file in LIBSVM's format, or a folder with a training file (`NAME.train`, `NAME.tr`
-or the only other one) and a test file (`NAME.test` or `NAME.t`), plain or gzip.
+or the only other one) and a test file (`NAME.test` or `NAME.t`), plain or gzip. Without a test
+file, the figures are those of the training data, and are called so.
 """
 
 from __future__ import annotations
@@ -40,10 +41,16 @@ FLAGS.set_default("workers", 8)
 
 
 def find_files() -> tuple[str, str | None]:
-    """The training and the test file."""
+    """The training and the test file, if there is one."""
+    is_folder = os.path.isdir(FLAGS.data_location)
+    if FLAGS.test_location and is_folder:
+        raise app.UsageError(
+            f"--test_location applies only if --data_location is a file, not the folder "
+            f"{FLAGS.data_location}, in which both are looked for"
+        )
     if FLAGS.test_location or os.path.isfile(FLAGS.data_location):
         return FLAGS.data_location, FLAGS.test_location
-    if not os.path.isdir(FLAGS.data_location):
+    if not is_folder:
         raise app.UsageError(f"--data_location={FLAGS.data_location} is no file and no folder")
     names = sorted(p for p in pathlib.Path(FLAGS.data_location).iterdir() if p.is_file())
     tests = [p for p in names if p.name.removesuffix(".gz").endswith((".test", ".t"))]
@@ -52,8 +59,8 @@ def find_files() -> tuple[str, str | None]:
     if len(trains) != 1 or len(tests) != 1:
         raise app.UsageError(
             f"--data_location={FLAGS.data_location} must have one training file and one test "
-            f"file, not {[p.name for p in names]}; or name them with --data_location and "
-            "--test_location"
+            f"file, not {[p.name for p in names]}; or name the two files with --data_location "
+            "and --test_location"
         )
     return str(trains[0]), str(tests[0])
 
@@ -122,6 +129,7 @@ def main(argv: list[str]) -> None:
             "examples": len(x) * FLAGS.epochs,
             "wall_seconds": seconds,
             "examples_per_second": len(x) * FLAGS.epochs / seconds,
+            "tested_on": "test data" if test_file else "training data",
             "accuracy": tested["accuracy"],
             "log_loss": tested["loss"],
         }
@@ -139,8 +147,9 @@ def report(figures: dict) -> None:
     if "topology" in figures:
         how += f", {figures['topology']} (spectral gap {figures['spectral_gap']:.3f})"
     print(f"\nLinear classifier with log loss, {how}: {figures['workers']} workers")
-    print(f"  test accuracy            {figures['accuracy']:.4f}")
-    print(f"  test log loss            {figures['log_loss']:.4f}")
+    of = figures["tested_on"].removesuffix(" data")
+    print(f"  {f'{of} accuracy':<25}{figures['accuracy']:.4f}")
+    print(f"  {f'{of} log loss':<25}{figures['log_loss']:.4f}")
     print(f"  examples per second      {figures['examples_per_second']:,.0f}")
     if "iterations" in figures:
         print(strategy_flags.describe_hop(figures))
