@@ -111,7 +111,7 @@ class Inference:
         if not isinstance(model, keras.Model) or not model.built:
             raise ValueError(f"model={model!r}: must be a keras.Model that has been built.")
         if input_signature is None:
-            input_signature = tf.nest.map_structure(_spec, _inputs_of(model))
+            input_signature = tf.nest.map_structure(_spec, symbolic_inputs(model))
         specs = keras.tree.flatten_with_path(input_signature)
         for path, spec in specs:
             _check_spec(path, spec)
@@ -208,8 +208,12 @@ class _OwnVariables(keras.StatelessScope):
         self.state_mapping[id(variable)].assign(value)
 
 
-def _inputs_of(model: keras.Model) -> Any:
-    """The symbolic inputs of a model, as it takes them."""
+def symbolic_inputs(model: keras.Model) -> Any:
+    """The symbolic inputs of a model, as it takes them.
+
+    Raises:
+        ValueError: if it was not made of `keras.Input`s.
+    """
     symbolic = getattr(model, "inputs", None)
     if symbolic and isinstance(model, keras.Sequential):
         return symbolic[0]
