@@ -198,8 +198,9 @@ class Cluster:
             all workers. For a cluster that is connected it has no meaning.
 
         Raises:
-          RuntimeError: This process is connected to another cluster, this one is closed, or
-            a server was not up in time; the message names it.
+          RuntimeError: This process is connected to another cluster, this one is closed, a
+            server was not up in time, or this process cannot listen at the chief's address; the
+            message names it.
           ValueError: `timeout`, `min_workers` or the bind address is wrong.
         """
         timeout = check_seconds("timeout", timeout)

@@ -26,7 +26,8 @@ def use_final_device_names(bind_address: str | None = None) -> None:
       bind_address: As of `cluster_from_tf_config`, and with `TF_CONFIG` only. Default None.
 
     Raises:
-      RuntimeError: TensorFlow has run something in this process, whose devices have names.
+      RuntimeError: TensorFlow has run something in this process, whose devices have names, or
+        this process cannot listen at the chief's address.
       ValueError: `TF_CONFIG` is wrong, this process is not its chief, or there is a
         `bind_address` without `TF_CONFIG`.
 
