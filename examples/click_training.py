@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import time
 from collections.abc import Callable
@@ -128,7 +126,6 @@ flags.DEFINE_string(
     "strategy.",
 )
 flags.DEFINE_integer("seed", 1, "Of initial weights, shuffling and synthetic data.")
-flags.DEFINE_string("metrics_json", None, "Gets the final figures.")
 
 # Flags that mean nothing unless another flag has one of some values.
 _APPLIES = {
@@ -185,6 +182,7 @@ def check_flags() -> None:
         make_staleness()
         make_swap()
         _cardinalities()
+    strategy_flags.prepare_output_dir()
 
 
 def _cardinalities() -> list[int] | None:
@@ -395,6 +393,8 @@ def train(title, model, data, strategy) -> None:
         shuffle=False,  # The dataset shuffles itself.
     )
     wall_seconds = time.monotonic() - start
+    if FLAGS.output_dir:
+        save(model, data)  # Before anything else can fail.
     global_steps = count_steps(model.optimizer) - counts.steps_before
     if is_shadow:
         # The optimizer's count is that of one trainer, or group of them.
@@ -454,20 +454,7 @@ def train(title, model, data, strategy) -> None:
     if is_shadow:
         figures.update(strategy_flags.shadow_figures(strategy, model))
     report(title, figures, data)
-    if FLAGS.metrics_json:
-        with open(FLAGS.metrics_json, "w") as file:
-            json.dump(_finite(figures), file, indent=2, allow_nan=False)
-            file.write("\n")
-    if FLAGS.output_dir:
-        save(model, data)
-
-
-def _finite(figures: dict) -> dict:
-    """The same with None for what is no finite number, which JSON does not know."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in figures.items()
-    }
+    strategy_flags.write_figures(figures)
 
 
 def report(title: str, figures: dict, data: recsync.data.ClickData) -> None:

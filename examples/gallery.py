@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,6 @@ flags.adopt_module_key_flags(strategy_flags)  # So that --help has them.
 flags.DEFINE_integer("examples", 40_000, "Examples to train on.", lower_bound=1000)
 flags.DEFINE_integer("epochs", 3, "How often.", lower_bound=1)
 flags.DEFINE_integer("seed", 1, "Of the data and of initial weights.")
-flags.DEFINE_string("metrics_json", None, "Gets the figure.")
 
 _TESTED = 10_000  # Examples that are not trained on.
 
@@ -74,9 +72,7 @@ def run(
             f"{figure} {value:.4f} on {_TESTED:,} other examples (with the flags' defaults it is "
             f"about {expected:.2f})"
         )
-        if FLAGS.metrics_json:
-            with open(FLAGS.metrics_json, "w") as file:
-                json.dump({"figure": figure, "value": value, "expected": expected}, file)
+        strategy_flags.write_figures({"figure": figure, "value": value, "expected": expected})
 
     logging.set_verbosity(logging.WARNING)
     tf.get_logger().setLevel("WARNING")

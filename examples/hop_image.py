@@ -11,7 +11,6 @@ pictures that are made up: colored stripes of ten directions and widths, with no
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pathlib
 import time
@@ -37,7 +36,6 @@ flags.DEFINE_float("learning_rate", 0.05, "Of the parameters.", lower_bound=0)
 flags.DEFINE_float("momentum", 0.9, "Of the gradients.", lower_bound=0, upper_bound=1)
 flags.DEFINE_float("weight_decay", 1e-4, "Of the parameters, in each step.", lower_bound=0)
 flags.DEFINE_integer("seed", 1, "Of initial weights, shuffling and pictures.")
-flags.DEFINE_string("metrics_json", None, "Gets the final figures.")
 FLAGS.set_default("strategy", "hop")
 FLAGS.set_default("workers", 4)
 FLAGS.set_default("batch_size", 32)
@@ -147,10 +145,7 @@ def main(argv: list[str]) -> None:
         if strategy is not None:
             figures.update(strategy_flags.hop_figures(strategy.hop_report(model)))
             print(strategy_flags.describe_hop(figures))
-        if FLAGS.metrics_json:
-            with open(FLAGS.metrics_json, "w") as file:
-                json.dump(figures, file, indent=2)
-                file.write("\n")
+        strategy_flags.write_figures(figures)
 
 
 if __name__ == "__main__":

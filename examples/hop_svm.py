@@ -4,13 +4,13 @@ r"""Trains a linear classifier with log loss, decentralized: the SVM of the Hop 
         --backup_workers=1 --max_iteration_gap=4 --epochs=3
 
 DATA is a file in LIBSVM's format, or a folder with a training file (`NAME.train`, `NAME.tr`
-or the only other one) and a test file (`NAME.test` or `NAME.t`), plain or gzip.
+or the only other one) and a test file (`NAME.test` or `NAME.t`), plain or gzip. Without a test
+file, the figures are those of the training data, and are called so.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pathlib
 import time
@@ -36,16 +36,21 @@ flags.DEFINE_float("momentum", 0.9, "Of the gradients.", lower_bound=0, upper_bo
 flags.DEFINE_float("weight_decay", 1e-7, "Times half the squares, added to the loss.")
 flags.DEFINE_string("output_dir", None, "Gets TensorBoard logs, weights and a timeline.")
 flags.DEFINE_integer("seed", 1, "Of initial weights and shuffling.")
-flags.DEFINE_string("metrics_json", None, "Gets the final figures.")
 FLAGS.set_default("strategy", "hop")
 FLAGS.set_default("workers", 8)
 
 
 def find_files() -> tuple[str, str | None]:
-    """The training and the test file."""
+    """The training and the test file, if there is one."""
+    is_folder = os.path.isdir(FLAGS.data_location)
+    if FLAGS.test_location and is_folder:
+        raise app.UsageError(
+            f"--test_location applies only if --data_location is a file, not the folder "
+            f"{FLAGS.data_location}, in which both are looked for"
+        )
     if FLAGS.test_location or os.path.isfile(FLAGS.data_location):
         return FLAGS.data_location, FLAGS.test_location
-    if not os.path.isdir(FLAGS.data_location):
+    if not is_folder:
         raise app.UsageError(f"--data_location={FLAGS.data_location} is no file and no folder")
     names = sorted(p for p in pathlib.Path(FLAGS.data_location).iterdir() if p.is_file())
     tests = [p for p in names if p.name.removesuffix(".gz").endswith((".test", ".t"))]
@@ -54,8 +59,8 @@ def find_files() -> tuple[str, str | None]:
     if len(trains) != 1 or len(tests) != 1:
         raise app.UsageError(
             f"--data_location={FLAGS.data_location} must have one training file and one test "
-            f"file, not {[p.name for p in names]}; or name them with --data_location and "
-            "--test_location"
+            f"file, not {[p.name for p in names]}; or name the two files with --data_location "
+            "and --test_location"
         )
     return str(trains[0]), str(tests[0])
 
@@ -85,6 +90,7 @@ def main(argv: list[str]) -> None:
     strategy_flags.check_flags(strategy_flags.WITHOUT_TABLES)
     if FLAGS.strategy not in ("local", "hop"):
         raise app.UsageError("--strategy must be hop or local: the optimizer is a stock one")
+    strategy_flags.prepare_output_dir()
     train_file, test_file = find_files()
     x, y = recsync.data.load_libsvm(train_file)
     x_test, y_test = recsync.data.load_libsvm(test_file or train_file)
@@ -98,7 +104,6 @@ def main(argv: list[str]) -> None:
         dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), FLAGS.seed)
         callbacks = []
         if FLAGS.output_dir:
-            os.makedirs(FLAGS.output_dir, exist_ok=True)
             callbacks.append(keras.callbacks.TensorBoard(FLAGS.output_dir, write_graph=False))
         if strategy is not None:
             callbacks.insert(0, recsync.callbacks.HopReport(FLAGS.output_dir))
@@ -113,6 +118,10 @@ def main(argv: list[str]) -> None:
             shuffle=False,  # The dataset shuffles itself.
         )
         seconds = time.monotonic() - start
+        if FLAGS.output_dir:  # Before anything else can fail.
+            model.save_weights(os.path.join(FLAGS.output_dir, "model.weights.h5"))
+            timeline = ", timeline.json" if strategy else ""
+            print(f"saved to {FLAGS.output_dir}: weights, TensorBoard logs{timeline}")
         tested = model.evaluate(x_test, y_test, batch_size=1024, return_dict=True, verbose=0)
         figures = {
             "strategy": FLAGS.strategy,
@@ -120,6 +129,7 @@ def main(argv: list[str]) -> None:
             "examples": len(x) * FLAGS.epochs,
             "wall_seconds": seconds,
             "examples_per_second": len(x) * FLAGS.epochs / seconds,
+            "tested_on": "test data" if test_file else "training data",
             "accuracy": tested["accuracy"],
             "log_loss": tested["loss"],
         }
@@ -128,13 +138,7 @@ def main(argv: list[str]) -> None:
             figures["spectral_gap"] = strategy.topology.spectral_gap
             figures.update(strategy_flags.hop_figures(strategy.hop_report(model)))
         report(figures)
-        if FLAGS.metrics_json:
-            with open(FLAGS.metrics_json, "w") as file:
-                json.dump(figures, file, indent=2)
-                file.write("\n")
-        if FLAGS.output_dir:
-            model.save_weights(os.path.join(FLAGS.output_dir, "model.weights.h5"))
-            print(f"saved to {FLAGS.output_dir}: weights, TensorBoard logs, timeline.json")
+        strategy_flags.write_figures(figures)
 
 
 def report(figures: dict) -> None:
@@ -143,8 +147,9 @@ def report(figures: dict) -> None:
     if "topology" in figures:
         how += f", {figures['topology']} (spectral gap {figures['spectral_gap']:.3f})"
     print(f"\nLinear classifier with log loss, {how}: {figures['workers']} workers")
-    print(f"  test accuracy            {figures['accuracy']:.4f}")
-    print(f"  test log loss            {figures['log_loss']:.4f}")
+    of = figures["tested_on"].removesuffix(" data")
+    print(f"  {f'{of} accuracy':<25}{figures['accuracy']:.4f}")
+    print(f"  {f'{of} log loss':<25}{figures['log_loss']:.4f}")
     print(f"  examples per second      {figures['examples_per_second']:,.0f}")
     if "iterations" in figures:
         print(strategy_flags.describe_hop(figures))

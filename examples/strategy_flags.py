@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import json
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -68,6 +71,7 @@ flags.DEFINE_enum(
     "How servers of the local cluster fetch tensors from each other; see docs/cluster.md.",
 )
 flags.DEFINE_integer("batch_size", 128, "Examples per step of a worker.", lower_bound=1)
+flags.DEFINE_string("metrics_json", None, "Gets the figures that the program ends with.")
 flags.DEFINE_integer(
     "global_batch_size",
     None,
@@ -252,7 +256,7 @@ _APPLIES_IN_GROUPS: dict[str, tuple[str, list[Any]]] = {
 
 
 def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
-    """Refuses flags that would be ignored, and those that lack another one."""
+    """Refuses flags that would be ignored, that lack another one, or fail after training."""
     check_applies({**APPLIES, **applies})
     if FLAGS.strategy == "hierarchical":
         check_applies(_APPLIES_IN_GROUPS)
@@ -302,6 +306,8 @@ def check_flags(applies: dict[str, tuple[str, list[Any]]]) -> None:
             MODES[_mode()](**_mode_options()).on(workers)
         if FLAGS.strategy == "hop" and "TF_CONFIG" not in os.environ:
             TOPOLOGIES[FLAGS.topology](FLAGS.workers)
+    if FLAGS.metrics_json:
+        _check_can_be_written("metrics_json", "file")
 
 
 def check_applies(applies: dict[str, tuple[str, list[Any]]]) -> None:
@@ -312,6 +318,28 @@ def check_applies(applies: dict[str, tuple[str, list[Any]]]) -> None:
                 f"--{name} applies only with --{other}={' or '.join(values)}, "
                 f"not with --{other}={FLAGS[other].value}"
             )
+
+
+def prepare_output_dir() -> None:
+    """Makes the folder of --output_dir, if there is one; refuses it if it can't be used."""
+    if not FLAGS.output_dir:
+        return
+    if importlib.util.find_spec("tensorboard") is None:
+        raise app.UsageError(
+            "--output_dir needs the package tensorboard, for its logs: "
+            "pip install 'tf_recsync[tensorboard]'"
+        )
+    with contextlib.suppress(OSError):
+        os.makedirs(FLAGS.output_dir, exist_ok=True)
+    _check_can_be_written("output_dir", "folder")
+
+
+def _check_can_be_written(name: str, kind: str) -> None:
+    """Refuses a flag that does not name a "file" or a "folder" that this process can write."""
+    path = FLAGS[name].value
+    written = path if os.path.exists(path) else os.path.dirname(path) or "."
+    if os.path.isdir(path) != (kind == "folder") or not os.access(written, os.W_OK):
+        raise app.UsageError(f"--{name}={path} must be a {kind} that this program can write")
 
 
 @contextlib.contextmanager
@@ -507,3 +535,20 @@ def describe_hop(figures: dict[str, Any]) -> str:
         f"  updates                  {figures['updates_used']:,} used, "
         f"{figures['stale_updates_dropped']:,} too late, {figures['sends_saved']:,} not sent"
     )
+
+
+def write_figures(figures: dict[str, Any]) -> None:
+    """Writes a program's figures to --metrics_json, if that is given."""
+    if FLAGS.metrics_json:
+        with open(FLAGS.metrics_json, "w") as file:
+            json.dump(_finite(figures), file, indent=2, allow_nan=False)
+            file.write("\n")
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for what is no finite number, which JSON does not know."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import tempfile
@@ -88,7 +87,6 @@ flags.DEFINE_integer("dimension", 8, "Of the ids' vectors.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 0.1, "Of Adagrad.", lower_bound=0)
 flags.DEFINE_string("output_dir", None, "Gets TensorBoard logs and the exported model.")
 flags.DEFINE_integer("seed", 1, "Of the stream and of initial weights.")
-flags.DEFINE_string("metrics_json", None, "Gets the figures of all epochs.")
 
 # Flags that mean nothing unless another flag has one of some values.
 _APPLIES = {
@@ -259,6 +257,7 @@ def check_flags() -> None:
             )
     with strategy_flags.usage_errors():
         make_table("users")
+    strategy_flags.prepare_output_dir()
 
 
 def epochs() -> int:
@@ -376,8 +375,8 @@ def main(argv: list[str]) -> None:
         print(f"  {user}, {ad}: {score:.4f}")
     if FLAGS.output_dir:
         print(f"saved to {FLAGS.output_dir}: exported, TensorBoard logs")
-    if FLAGS.metrics_json:
-        figures = {
+    strategy_flags.write_figures(
+        {
             "strategy": FLAGS.strategy,
             "ids": FLAGS.ids,
             "workers": strategy.cluster.workers if strategy else 1,
@@ -387,9 +386,7 @@ def main(argv: list[str]) -> None:
             "epochs": report.epochs,
             "scores": scores,
         }
-        with open(FLAGS.metrics_json, "w") as file:
-            json.dump(figures, file, indent=2)
-            file.write("\n")
+    )
 
 
 if __name__ == "__main__":

@@ -537,6 +537,16 @@ def test_taken_port_is_reported(tmp_path):
             assert message in server.output()
 
 
+def test_a_server_whose_bind_address_is_of_another_machine_names_it(port, tmp_path):
+    address = f"127.0.0.1:{port}"
+    # An address of nobody, kept for documentation.
+    flag = "--bind_address=192.0.2.1"
+    with Server(tmp_path, {"worker": [address]}, "worker", 0, flag) as server:
+        assert server.wait(60.0) == 1
+        reason = f"worker:0 cannot listen on {address} ({flag}): Cannot assign requested address"
+        assert reason in server.output()
+
+
 def test_server_with_wrong_task_is_refused(port, tmp_path):
     servers = {"worker": [f"127.0.0.1:{port}"]}
     with Server(tmp_path, servers, "worker", 0, "--task_index=1") as server:

@@ -235,8 +235,8 @@ def test_wrong_forms_are_refused(arguments, message):
 
 ADDRESSES = {
     "chief": ["127.0.0.1:9"],
-    "worker": ["127.0.0.1:9", "10.0.0.1:9"],
-    "reader": ["127.0.0.1:9"],
+    "worker": ["127.0.0.1:10", "10.0.0.1:9"],
+    "reader": ["127.0.0.1:11"],
 }
 
 

@@ -126,6 +126,11 @@ def test_the_image_has_what_its_commands_need(objects):
         assert (DEPLOY.parent / source).exists(), source
     ignored = (DEPLOY.parent / ".dockerignore").read_text().split()
     assert {f"!{source}" for source in " ".join(copied).split()} <= set(ignored)
+    # The extras of which its programs say that they need them, and TensorFlow.
+    programs = [path.read_text() for path in (DEPLOY.parent / "examples").glob("*.py")]
+    needed = set(re.findall(r"pip install 'tf_recsync\[(\w+)\]'", "\n".join(programs)))
+    (names,) = re.findall(r"^names = (.+); \\$", image, re.M)
+    assert needed == {"tensorboard"} and needed | {"tensorflow-cpu"} <= set(json.loads(names))
     # Nobody is root in it.
     assert re.findall(r"^USER (.+)$", image, re.M) == ["10001"]
     program = objects["Job", "recsync-chief"]["spec"]["template"]["spec"]["containers"][0]

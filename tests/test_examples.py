@@ -128,6 +128,11 @@ def example():
             "--max_iteration_gap applies only",
         ),
         (["--restore_from=nowhere"], "--restore_from=nowhere has no model.weights.h5"),
+        (["--metrics_json=nowhere/m.json"], "--metrics_json=nowhere/m.json must be a file that"),
+        (["--metrics_json=nowhere/"], "--metrics_json=nowhere/ must be a file that"),
+        (["--metrics_json=."], "--metrics_json=. must be a file that this program can write"),
+        (["--output_dir=/dev/null"], "--output_dir=/dev/null must be a folder that this program"),
+        (["--output_dir=/dev/null/out"], "--output_dir=/dev/null/out must be a folder that"),
         (["--publish_keep=2"], "--publish_keep applies only with --publish"),
         (["--publish_tables=apart"], "--publish_tables applies only with --publish"),
         (
@@ -198,6 +203,23 @@ def test_flags_that_go_together_pass(example, arguments):
         example.check_flags()
 
 
+def test_an_output_dir_without_the_package_tensorboard_is_refused(example, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with flagsaver.flagsaver():
+        flags.FLAGS(["wide_deep_ctr.py", f"--output_dir={tmp_path / 'out'}"])
+        with pytest.raises(app.UsageError, match=r"pip install 'tf_recsync\[tensorboard\]'"):
+            example.check_flags()
+        flags.FLAGS(["wide_deep_ctr.py", "--output_dir="])
+        example.check_flags()
+
+
+def test_figures_that_are_no_finite_numbers_are_written_as_null(example, tmp_path):
+    with flagsaver.flagsaver():
+        flags.FLAGS(["wide_deep_ctr.py", f"--metrics_json={tmp_path / 'm.json'}"])
+        sys.modules["strategy_flags"].write_figures({"a": [{"b": math.nan}, (math.inf, 2.5)]})
+    assert strict_json(tmp_path / "m.json") == {"a": [{"b": None}, [None, 2.5]]}
+
+
 def test_with_tf_config_the_number_of_workers_is_not_checked_beforehand(example, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", "{}")
     with flagsaver.flagsaver():
@@ -251,6 +273,20 @@ def test_it_trains_locally_and_reports(tmp_path, stock):
     assert (figures["staleness_mean"], figures["workers"], figures["ps"]) == (1.0, 1, 0)
     assert 0.5 < figures["auc"] < 1 and math.isfinite(figures["normalized_entropy"])
     assert "the best possible" in done.stdout
+
+
+@pytest.mark.parametrize("program", ["wide_deep_ctr.py", "hop_svm.py"])
+def test_what_was_trained_is_saved_though_it_can_not_be_tested(tmp_path, monkeypatch, program):
+    def fail(*unused, **also_unused):
+        raise RuntimeError("worker:1 is gone")
+
+    monkeypatch.setattr(keras.Model, "evaluate", fail)
+    (tmp_path / "task.svm").write_text("1 1:1\n-1 2:1\n")
+    data = SMALL if program == "wide_deep_ctr.py" else [f"--data_location={tmp_path / 'task.svm'}"]
+    with pytest.raises(RuntimeError, match="worker:1 is gone"):
+        run_here(EXAMPLES / program, "--strategy=local", *data, f"--output_dir={tmp_path / 'out'}")
+    assert (tmp_path / "out" / "model.weights.h5").exists()
+    assert list((tmp_path / "out").rglob("events.out.tfevents*"))
 
 
 def test_a_run_that_goes_on_counts_what_it_does_itself(tmp_path):

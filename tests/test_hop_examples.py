@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import numpy as np
 import pytest
@@ -65,12 +66,31 @@ def test_the_svm_is_trained_with_slow_workers_and_leaves_a_timeline(libsvm, tmp_
         (["--strategy=async"], "--strategy must be hop or local"),
         (["--ps=1"], "--ps applies only with --strategy=async"),
         (["--data_location=/nowhere"], "is no file and no folder"),
+        (["--test_location=/x/task.test"], "--test_location applies only if --data_location is a"),
     ],
 )
 def test_wrong_flags_are_refused_before_training(libsvm, arguments, message):
     done = run_here(SVM, f"--data_location={libsvm}", *arguments)
     assert done.returncode != 0
     assert message in done.stderr
+
+
+@pytest.mark.parametrize("tested_on", ["test data", "training data"])
+def test_the_svm_says_which_data_its_figures_are_of(tmp_path, tested_on):
+    train, test = tmp_path / "some.svm", tmp_path / "other.svm"
+    train.write_text("+1 1:1\n-1 2:1\n" * 50)
+    test.write_text("-1 1:1\n+1 2:1\n" * 50)  # The contrary.
+    out = tmp_path / "m.json"
+    done = run_here(
+        *(SVM, "--strategy=local", f"--data_location={train}", f"--metrics_json={out}"),
+        *("--learning_rate=1", "--batch_size=10", "--epochs=3"),
+        *([f"--test_location={test}"] if tested_on == "test data" else []),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = strict_json(out)
+    assert (figures["tested_on"], figures["accuracy"]) == (tested_on, tested_on != "test data")
+    lines = re.findall(r"^  (\w+) (accuracy|log loss) +[01]", done.stdout, re.M)
+    assert lines == [(tested_on.split()[0], figure) for figure in ("accuracy", "log loss")]
 
 
 @pytest.mark.parametrize("program", ["wide_deep_ctr.py", "hop_svm.py", "hop_image.py"])

@@ -1,6 +1,7 @@
 """Where a process reaches what it runs itself, whatever the network makes of its name."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -13,14 +14,27 @@ _SECONDS = 280  # On a busy machine, importing TensorFlow takes a minute.
 
 # In a process of its own: without an answer, TensorFlow waits for ever with Python's lock held.
 PROGRAM = """
+import json
 import os
 import pathlib
+import socket
 
 import keras
 import tensorflow as tf
 
 import tf_recsync as recsync
 from tf_recsync.cluster import data_service, redirections
+
+
+def refuse(port, bind_address):
+    jobs = {"chief": [f"127.0.0.2:{port}"], "worker": ["127.0.0.1:1"]}
+    task = {"type": "chief", "index": 0}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": jobs, "task": task})
+    try:
+        recsync.use_final_device_names(bind_address)
+    except RuntimeError as error:
+        print("refused", str(error).replace(str(port), "PORT"), flush=True)
+    del os.environ["TF_CONFIG"]
 
 
 def train():
@@ -40,6 +54,9 @@ def serve(listens, host):
     print(listens, host, service.address, flush=True)
 
 
+with socket.create_server(("127.0.0.1", 0)) as taken:
+    refuse(taken.getsockname()[1], "127.0.0.1")
+refuse(4711, "192.0.2.1")
 serve("127.0.0.1", "127.0.0.2")
 if pathlib.Path("/proc/net/if_inet6").exists():
     serve("::1", "::1")
@@ -62,6 +79,14 @@ def said():
         ).stdout.decode()
     except subprocess.TimeoutExpired as error:
         return (error.stdout or b"").decode() + f"\n(ended after {_SECONDS} s)"
+
+
+def test_a_coordinator_that_cannot_listen_says_where_and_why(said):
+    where = r"the coordinator, chief:0 \(127.0.0.2:PORT\), cannot listen on port PORT of"
+    in_use = "127.0.0.1: Address already in use; another process has the port, perhaps an earlier"
+    assert re.search(f"refused {where} {in_use} run of the program", said), said[-2000:]
+    foreign = "192.0.2.1: Cannot assign requested address; the bind address must be an address of"
+    assert re.search(f"refused {where} {foreign} this machine", said), said[-2000:]
 
 
 def test_a_data_service_starts_where_its_process_is_not_reached_by_its_name(said):
@@ -109,4 +134,4 @@ def test_the_first_reader_starts_where_its_name_leads_elsewhere(tmp_path, monkey
         address = f"127.0.0.2:{port.getsockname()[1]}"
         cluster = {"worker": ["127.0.0.1:4711"], "reader": [address]}
         with Server(tmp_path, cluster, "reader", 0, "--bind_address=127.0.0.1") as reader:
-            assert reader.says(f"listening on {address}")
+            assert reader.says(f"listening on {address} (--bind_address=127.0.0.1)\n")

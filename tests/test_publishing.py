@@ -298,6 +298,7 @@ def test_a_model_that_can_not_be_exported_is_an_error_before_training(tmp_path):
     model.compile("sgd", LOSS, jit_compile=False)
     with pytest.raises(ValueError, match="input_signature=None: must be given"):
         model.fit(dataset(), callbacks=[Publish(tmp_path)], verbose=0)
+    assert not model.built, "no step has begun"
     signature = tf.TensorSpec([None, IDS], tf.int32)
     model.fit(dataset(), callbacks=[Publish(tmp_path, input_signature=signature)], verbose=0)
     assert recsync.latest_published(tmp_path) == str(tmp_path / "1")
@@ -306,6 +307,12 @@ def test_a_model_that_can_not_be_exported_is_an_error_before_training(tmp_path):
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="own_scale.*must be made by add_weight"):
         model.fit(ones(), callbacks=[Publish(tmp_path)], verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 0
+    model = keras.Sequential([Holds(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="own_scale.*must be made by add_weight"):
+        model.fit(ones(), callbacks=[Publish(tmp_path)], verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 1, "the first step builds it"
 
 
 def test_numbers_of_numpy_are_taken(tmp_path):

@@ -431,7 +431,7 @@ def test_readers_start_in_any_order_and_end_at_sigterm(server):
         assert again.wait(60.0) == 98
         taken = f"reader:0 cannot listen on {addresses[0]}: another process has the port"
         assert taken in again.output()
-        late = server({**cluster, "reader": ["127.0.0.1:1", "127.0.0.1:2"]}, "reader", 1)
+        late = server({**cluster, "reader": ["127.0.0.1:2", "127.0.0.1:3"]}, "reader", 1)
         assert late.says("Waiting for reader:0")
         # Without the first one, the others begin anew, and have nothing left of before.
         before = waiting.output()

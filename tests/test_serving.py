@@ -13,6 +13,7 @@ from helpers import assert_close
 
 import tf_recsync as recsync
 from tf_recsync.layers import AttentionPooling, EmbeddingCollection, FeatureConfig, TableConfig
+from tf_recsync.serving import Inference
 
 DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "serving.md"
 
@@ -163,6 +164,54 @@ def test_a_model_of_ones_own_class_takes_a_signature(tmp_path):
     by_name = served.signatures["serving_default"]
     found = by_name(input=ids.values, input_row_splits=ids.row_splits)
     assert_close([found["output_0"]], [expected])
+
+
+class Lengths(keras.layers.Layer):
+    """How many values each example of a ragged input has."""
+
+    def call(self, x):
+        return tf.cast(x.row_lengths(), tf.float32)[:, None]
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor((x.shape[0], 1), "float32")
+
+
+def names_of(folder) -> set[str]:
+    """What the inputs of an exported model are called."""
+    signature = tf.saved_model.load(str(folder)).signatures["serving_default"]
+    return set(signature.structured_input_signature[1])
+
+
+def test_inputs_that_are_in_no_dict_have_the_names_of_their_keras_inputs(tmp_path):
+    user = keras.Input((2,), name="user")
+    seen = keras.Input((None,), dtype="int64", ragged=True, name="seen")
+    words = keras.Input((5,), sparse=True, name="words")
+    films = EmbeddingCollection([TableConfig("films", 9, 4)], [FeatureConfig("seen", "films")])
+    parts = [films({"seen": seen})["seen"], Lengths()(seen)]
+    model = keras.Model(seen, keras.layers.Dense(1)(keras.layers.concatenate(parts)))
+    recsync.export_model(model, tmp_path / "one")
+    assert names_of(tmp_path / "one") == {"seen", "seen_row_splits"}
+    parts += [user, keras.layers.Dense(2)(words)]
+    model = keras.Model(
+        [user, [seen, words]], keras.layers.Dense(1)(keras.layers.concatenate(parts))
+    )
+    recsync.export_model(model, tmp_path / "list")
+    of_words = {"words", "words_indices", "words_dense_shape"}
+    assert names_of(tmp_path / "list") == {"user", "seen", "seen_row_splits", *of_words}
+    given = tf.ones([1, 2]), tf.ragged.constant([[1, 2, 3]], tf.int64), tf.sparse.eye(1, 5)
+    served = tf.saved_model.load(str(tmp_path / "list"))
+    by_name = served.signatures["serving_default"](
+        **{"user": given[0], "seen": given[1].values, "seen_row_splits": given[1].row_splits},
+        **{"words": given[2].values, "words_indices": given[2].indices},
+        words_dense_shape=given[2].dense_shape,
+    )
+    assert_close([by_name["output_0"]], [model([given[0], list(given[1:])])])
+    apart = Inference(model, tables_apart=True)
+    apart.read()
+    apart.write(str(tmp_path / "apart"))
+    (vectors,) = (own.name for own in apart.given)
+    own = {"user", "seen", "seen_row_splits", *of_words}
+    assert names_of(tmp_path / "apart") == {*own, vectors}
 
 
 def test_a_model_of_dense_inputs_alone_is_exported_as_keras_does(tmp_path):

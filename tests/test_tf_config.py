@@ -46,6 +46,13 @@ CHIEF = {"chief": ["10.0.0.1:4711"]}
         ({**CHIEF, "worker": "x:1"}, {"type": "chief", "index": 0}, "list of .* got 'x:1'"),
         ({**CHIEF, "worker": ["x"]}, {"type": "chief", "index": 0}, "'worker' .* got 'x'"),
         ({**CHIEF, "boss": ["x:1"]}, {"type": "chief", "index": 0}, "got 'boss'"),
+        (
+            {**CHIEF, "worker": ["x:1", "y:1", "x:1"]},
+            {"type": "chief", "index": 0},
+            "must have an address of its own, but 'x:1' is that of worker:0 and worker:2",
+        ),
+        ({**CHIEF, "ps": CHIEF["chief"]}, {"type": "chief", "index": 0}, "of chief:0 and ps:0"),
+        ({"ps": ["[::1]:1"], "worker": ["::1:1"]}, {"type": "ps", "index": 0}, "ps:0 and worker:0"),
         ({}, {"type": "chief", "index": 0}, '"cluster" in TF_CONFIG must be .* got {}'),
     ],
 )

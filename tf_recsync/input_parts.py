@@ -44,9 +44,10 @@ class InputParts:
         return tf.SparseTensor(*tensors) if len(tensors) == 3 else tensors[0]
 
 
-def name_of(path: tuple, spec: tf.TypeSpec) -> str:
-    """The name of an input: its key, or that of its type."""
+def name_of(path: tuple, spec: tf.TypeSpec, own: str | None = None) -> str:
+    """The name of an input: its key, its own, that of its type, or its place."""
     if path and isinstance(path[-1], str):
         return path[-1]
-    name = getattr(spec, "name", None)
+    # The types of ragged and sparse tensors have none.
+    name = own or getattr(spec, "name", None)
     return name or "_".join(["input", *map(str, path)])

@@ -8,12 +8,14 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+import keras
+
 from tf_recsync._checks import checked_path
 from tf_recsync.checkpoint.saving import check_folder, described_rows, write_parts
 from tf_recsync.checkpoint.writing_rows import WritingRows
 from tf_recsync.optimizers.base import global_step_of
 from tf_recsync.published import TABLES, TablesIndex, collections_of, parsed_tables
-from tf_recsync.serving import Inference
+from tf_recsync.serving import Inference, symbolic_inputs
 from tf_recsync.versions import Versions
 from tf_recsync.writing_beside import Write
 
@@ -90,8 +92,8 @@ class Publish(WritingRows):
         publications: a `Publication` for each version that was published, in their order.
 
     Raises:
-        ValueError: if an argument is wrong; by `fit`, before training begins if the model is built,
-            if it can't be exported.
+        ValueError: if an argument is wrong; by `fit`, before training begins, if the model can't be
+            exported. Of a model that its first step builds, some reasons are known after that step.
         OSError: by `fit`, before training begins, if the target can't be written, with
             tables="apart" by this process or by a server.
         RuntimeError: by `fit`, if a version could not be written.
@@ -150,14 +152,22 @@ class Publish(WritingRows):
         self._is_apart = tables == "apart"
         self._inference: Inference | None = None
 
+    def on_train_batch_end(self, batch, logs=None):
+        if self._inference is None:  # Of a model that this batch has built.
+            self._inference = self._made_inference()
+        super().on_train_batch_end(batch, logs)
+
     def on_train_end(self, logs=None):
         super().on_train_end(logs)
         self._inference = None
 
     def _prepare(self) -> None:
         super()._prepare()
-        # Some models the first step builds.
-        self._inference = self._made_inference() if self.model.built else None
+        self._inference = None
+        if self.model.built:
+            self._inference = self._made_inference()
+        elif self._input_signature is None and not isinstance(self.model, keras.Sequential):
+            symbolic_inputs(self.model)  # The first step builds a model, but gives it none.
 
     def _made_inference(self) -> Inference:
         inference = Inference(self.model, self._input_signature, tables_apart=self._is_apart)
@@ -172,7 +182,7 @@ class Publish(WritingRows):
         return inference
 
     def _read(self) -> tuple[int, Write]:
-        inference = self._inference = self._inference or self._made_inference()
+        inference = self._inference
         inference.read()
         if self._is_apart:
             return self._read_apart(inference)

@@ -30,7 +30,6 @@ import itertools
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -118,19 +117,6 @@ def _exit_with_parent(parent: int) -> None:
         if readable and not os.read(0, 4096):
             break
     os._exit(0)
-
-
-def _port_is_taken(address: str) -> bool:
-    host, port = tf_config.split_address(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen()
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-    return False
 
 
 def _fail(message: str, exit_code: int) -> int:
@@ -234,6 +220,19 @@ def _start(
     )
 
 
+def _refused(where: str, refusal: OSError) -> int:
+    if refusal.errno == errno.EADDRINUSE:
+        return _fail(f"{where}: another process has the port", EXIT_PORT_TAKEN)
+    return _fail(f"{where}: {refusal.strerror}", 1)
+
+
+def _place_of(config: tf_config.TFConfig, bind_address: str | None) -> str:
+    """Where a task listens: its address, and that of `--bind_address` if it is another one."""
+    if bind_address in (None, tf_config.split_address(config.own_address)[0]):
+        return config.own_address
+    return f"{config.own_address} (--bind_address={bind_address})"
+
+
 def _name_of(config: tf_config.TFConfig) -> str:
     return f"{config.task_type}:{config.task_index}"
 
@@ -298,11 +297,12 @@ def main(
     servers = []  # Keeps them referenced.
     # Other readers wait for the first one.
     for config in sorted(configs, key=lambda c: (c.task_type == tf_config.READER, c.task_index)):
-        where = f"{_name_of(config)} cannot listen on {config.own_address}"
-        taken = (f"{where}: another process has the port", EXIT_PORT_TAKEN)
+        where = f"{_name_of(config)} cannot listen on {_place_of(config, args.bind_address)}"
         # tf.data's service would share the port with another one.
-        if config.task_type == tf_config.READER and _port_is_taken(config.own_address):
-            return _fail(*taken)
+        port = tf_config.split_address(config.own_address)[1]
+        is_reader = config.task_type == tf_config.READER
+        if is_reader and (refusal := redirections.refusal_to_listen(port)):
+            return _refused(where, refusal)
         try:
             servers.append(
                 _start(
@@ -314,13 +314,14 @@ def main(
                 )
             )
         except (tf.errors.OpError, RuntimeError) as error:
-            if _port_is_taken(config.own_address):
-                return _fail(*taken)
+            if refusal := redirections.refusal_to_listen(port):
+                return _refused(where, refusal)
             # The data service raises RuntimeErrors.
             return _fail(f"{where}: {getattr(error, 'message', error)}", 1)
     for config in configs:
         sys.stdout.write(
-            f"tf_recsync server {_name_of(config)} listening on {config.own_address}\n"
+            f"tf_recsync server {_name_of(config)} listening on "
+            f"{_place_of(config, args.bind_address)}\n"
         )
     sys.stdout.flush()
     if args.ready_fd is not None and not args.has_told:

@@ -47,7 +47,9 @@ def export_model(
       last ones end); a sparse one as `<name>_indices`, `<name>` (its values) and
       `<name>_dense_shape`.
 
-    An input's name is its key, where the model takes a dict, or that of the `keras.Input`.
+    An input's name is its key, where the model takes a dict, or that of the `keras.Input`. Where an
+    `input_signature` is given that is no dict, it is the name of the `tf.TensorSpec`, or "input",
+    in a list with its place, as in "input_0".
 
     Args:
         model: A built model; where it is trained, and under which strategy, makes no difference.
@@ -110,8 +112,11 @@ class Inference:
     ):
         if not isinstance(model, keras.Model) or not model.built:
             raise ValueError(f"model={model!r}: must be a keras.Model that has been built.")
+        names: dict[tuple, str] = {}
         if input_signature is None:
-            input_signature = tf.nest.map_structure(_spec, _inputs_of(model))
+            symbolic = symbolic_inputs(model)
+            names = {path: x.name for path, x in keras.tree.flatten_with_path(symbolic)}
+            input_signature = tf.nest.map_structure(_spec, symbolic)
         specs = keras.tree.flatten_with_path(input_signature)
         for path, spec in specs:
             _check_spec(path, spec)
@@ -128,8 +133,9 @@ class Inference:
         call = functools.partial(model, training=False)
         self.given: tuple[GivenInput, ...] = ()
         if tables_apart:
-            apart = TablesApart(model, input_signature, scope)
+            apart = TablesApart(model, input_signature, names, scope)
             input_signature, call, self.given = apart.signature, apart.call, apart.given
+            names = {}  # Its keys are the names.
             specs = keras.tree.flatten_with_path(input_signature)
 
         @tf.function(input_signature=[input_signature], autograph=False)
@@ -143,7 +149,7 @@ class Inference:
                 self._archive.track(table)
         traced = [serve.get_concrete_function()]
         self._archive.add_endpoint("serve", serve)
-        parts = [InputParts(name_of(path, spec), spec) for path, spec in specs]
+        parts = [InputParts(name_of(path, spec, names.get(path)), spec) for path, spec in specs]
         if any(not isinstance(part.spec, tf.TensorSpec) for part in parts):
 
             @tf.function(input_signature=[[spec for part in parts for spec in part.specs]])
@@ -208,8 +214,12 @@ class _OwnVariables(keras.StatelessScope):
         self.state_mapping[id(variable)].assign(value)
 
 
-def _inputs_of(model: keras.Model) -> Any:
-    """The symbolic inputs of a model, as it takes them."""
+def symbolic_inputs(model: keras.Model) -> Any:
+    """The symbolic inputs of a model, as it takes them.
+
+    Raises:
+        ValueError: if it was not made of `keras.Input`s.
+    """
     symbolic = getattr(model, "inputs", None)
     if symbolic and isinstance(model, keras.Sequential):
         return symbolic[0]

@@ -46,6 +46,7 @@ class TablesApart:
     Args:
         model: a built model.
         signature: the types of its inputs, in the structure that it takes them.
+        names: the names that inputs have of their own, by their paths in that structure.
         scope: a context to call the model in.
 
     Attributes:
@@ -61,6 +62,7 @@ class TablesApart:
         self,
         model: keras.Model,
         signature: Any,
+        names: Mapping[tuple, str],
         scope: contextlib.AbstractContextManager,
     ):
         keyed = [v.keyed.table for v in model.variables if hasattr(v, "keyed")]
@@ -75,7 +77,7 @@ class TablesApart:
         with graph.as_default():
             inputs, parts = {}, {}
             for path, spec in keras.tree.flatten_with_path(signature):
-                part = InputParts(name_of(path, spec), spec)
+                part = InputParts(name_of(path, spec, names.get(path)), spec)
                 tensors = [_placeholder(own) for own in part.specs]
                 inputs[path], parts[path] = part.join(tensors), tensors
             whole = tf.nest.pack_sequence_as(signature, list(inputs.values()))
@@ -92,9 +94,10 @@ class TablesApart:
         self.signature: dict[str, tf.TypeSpec] = {}
         for path, spec in keras.tree.flatten_with_path(signature):
             is_kept = any(tensor.op in used for tensor in parts[path])
-            self._kept.append(name_of(path, spec) if is_kept else None)
+            name = name_of(path, spec, names.get(path))
+            self._kept.append(name if is_kept else None)
             if is_kept:
-                self._add(name_of(path, spec), spec)
+                self._add(name, spec)
         self.given = _named(probe.taken)
         for own in self.given:
             self._add(own.name, own.spec)

@@ -199,8 +199,9 @@ class Cluster:
 
         Raises:
           RuntimeError: This process is connected to another cluster, this one is closed, its
-            bind address comes too late (the server of this process listens elsewhere), or a
-            server was not up in time; the message names it.
+            bind address comes too late (the server of this process listens elsewhere), a server
+            was not up in time, or this process cannot listen at the chief's address; the message
+            names it.
           ValueError: `timeout`, `min_workers` or the bind address is wrong.
         """
         timeout = check_seconds("timeout", timeout)

@@ -27,7 +27,8 @@ def use_final_device_names(bind_address: str | None = None) -> None:
         server listens where it does from this call on. With `TF_CONFIG` only. Default None.
 
     Raises:
-      RuntimeError: TensorFlow has run something in this process, whose devices have names.
+      RuntimeError: TensorFlow has run something in this process, whose devices have names, or
+        this process cannot listen at the chief's address.
       ValueError: `TF_CONFIG` is wrong, this process is not its chief, or there is a
         `bind_address` without `TF_CONFIG`.
 

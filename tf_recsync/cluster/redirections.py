@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 
 from absl import logging
 
@@ -56,6 +57,24 @@ def confine_listeners(address: str) -> None:
         _engine.confine_listeners(address)
     else:
         _warn_of_listeners()
+
+
+def refusal_to_listen(port: int) -> OSError | None:
+    """What keeps a server of this process from listening on a port; None if nothing does.
+
+    Args:
+      port: The port, at the address to which listeners are confined, or on all interfaces.
+    """
+    address = _engine.confined_address()
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            # As servers do: not even the connections of one that has ended keep a port then.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
+            probe.listen()
+    except OSError as error:
+        return error
+    return None
 
 
 def keep_python_running(*, connected: bool) -> None:

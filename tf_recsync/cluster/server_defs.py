@@ -6,6 +6,7 @@ a time: whoever makes one, or waits for one, holds the connection's lock (`conne
 
 import contextlib
 import copy
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,8 @@ from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
 
 from tf_recsync import _engine
-from tf_recsync.cluster.tf_config import CHIEF
+from tf_recsync.cluster import redirections
+from tf_recsync.cluster.tf_config import CHIEF, split_address
 
 _MOST_CALLS = 5  # Of a change, that have to be ended.
 _CALL_SECONDS = 0.5  # For each of them, before it is ended.
@@ -154,7 +156,12 @@ def listens_on(chief_address: str) -> str | None:
 
 
 def connect(server_def: tensorflow_server_pb2.ServerDef) -> None:
-    """Connects the eager context; keeps the chief's server if its address stays."""
+    """Connects the eager context; keeps the chief's server if its address stays.
+
+    Raises:
+        RuntimeError: the chief's server can't listen.
+        tf.errors.OpError: a server failed meanwhile.
+    """
     global _own, _listens_on
     eager_context = context.context()
     current = eager_context.get_server_def()
@@ -165,8 +172,14 @@ def connect(server_def: tensorflow_server_pb2.ServerDef) -> None:
             # TensorFlow's first connection keeps Python's lock until all servers have answered,
             # a later one does not: the first is to nobody.
             alone = make({}, _chief_of(server_def))
-            eager_context.set_server_def(alone)
-            eager_context.ensure_initialized()
+            try:
+                eager_context.set_server_def(alone)
+                eager_context.ensure_initialized()
+            except tf.errors.UnknownError as error:  # It doesn't say what keeps the server away.
+                refusal = redirections.refusal_to_listen(split_address(_chief_of(server_def))[1])
+                if refusal is None:
+                    raise
+                raise _not_listening(_chief_of(server_def), refusal) from error
             _listens_on = _engine.confined_address()
             update(server_def)
     except Exception:
@@ -193,6 +206,19 @@ def forget_numbers() -> None:
     that it does not have, again and again.
     """
     context.context()._clear_caches()
+
+
+def _not_listening(address: str, refusal: OSError) -> RuntimeError:
+    """What the user is told if this process can't listen at the chief's address."""
+    hint = {
+        errno.EADDRINUSE: "; another process has the port, perhaps an earlier run of the program",
+        errno.EADDRNOTAVAIL: "; the bind address must be an address of this machine",
+    }.get(refusal.errno, "")
+    host = _engine.confined_address() or "all interfaces"
+    return RuntimeError(
+        f"the coordinator, chief:0 ({address}), cannot listen on port {split_address(address)[1]} "
+        f"of {host}: {refusal.strerror}{hint}"
+    )
 
 
 def _chief_of(server_def: tensorflow_server_pb2.ServerDef) -> str:

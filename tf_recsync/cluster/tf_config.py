@@ -77,8 +77,8 @@ def parse_tf_config(
       The checked configuration. The job "evaluator" is left out of the cluster.
 
     Raises:
-      ValueError: The variable is missing, is no JSON, or describes no cluster with
-        the task in it.
+      ValueError: The variable is missing, is no JSON, describes no cluster with the
+        task in it, or has one address for two tasks.
 
     Example:
       >>> parse_tf_config({"TF_CONFIG": '{"cluster": {"worker": ["10.0.0.1:4711"]}, '
@@ -127,6 +127,7 @@ def _parse_cluster(cluster: object) -> dict[str, list[str]]:
             f'"cluster" in TF_CONFIG must be an object with the jobs {_JOBS}, got {cluster!r}'
         )
     result = {}
+    tasks: dict[tuple[str, int], str] = {}  # By their addresses.
     for job, addresses in cluster.items():
         if job == "evaluator":  # Not a part of the training cluster.
             continue
@@ -138,11 +139,17 @@ def _parse_cluster(cluster: object) -> dict[str, list[str]]:
             raise ValueError(
                 f'job {job!r} in TF_CONFIG must be a list of "host:port", got {addresses!r}'
             )
-        for address in addresses:
+        for index, address in enumerate(addresses):
             try:
-                split_address(address)
+                parts = split_address(address)
             except ValueError as error:
                 raise ValueError(f"job {job!r} in TF_CONFIG: {error}") from error
+            if parts in tasks:
+                raise ValueError(
+                    f"each task in TF_CONFIG must have an address of its own, but {address!r} is "
+                    f"that of {tasks[parts]} and {job}:{index}"
+                )
+            tasks[parts] = f"{job}:{index}"
         if addresses:
             result[job] = list(addresses)
     return result
