@@ -737,8 +737,9 @@ class TrainFunction(Steps):
         if self.synchronizer is not None:  # From the first call on.
             self.synchronizer.copies.carried_on()
         if self.is_held and self._is_moved:
-            with self.watched():
-                self._of_each_group(Aggregation.follow)
+            if self.mode.uses_buffers:
+                with self.watched():
+                    self._of_each_group(Aggregation.begin)
             self._is_moved = False
         super()._go_on()
 

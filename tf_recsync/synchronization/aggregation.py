@@ -50,7 +50,7 @@ class Report:
             pushes without gradients.
         abandoned: pushes, counted above, that a pass that ended with an exception left
             in the buffers, and that the next pass dropped; also those that were there when
-            another global step was loaded.
+            a global step was loaded.
         left_over: pushes, counted above, that did not fill a global batch at the end of an
             epoch and were left out (`last_global_batch="drop"`).
         lost: tokens that were lost with a worker.
@@ -280,7 +280,7 @@ class Aggregation(AtOnce):
                 # They may be of other parameters than those of now.
                 logging.warning(
                     "%d pushes are dropped: of a pass that ended with an exception, or from before "
-                    "another global step was loaded.",
+                    "a global step was loaded.",
                     pending,
                 )
                 self._abandoned += pending
@@ -291,14 +291,6 @@ class Aggregation(AtOnce):
         else:
             # Without buffers there is no step to refer to, and clocks begin anew.
             self._tokens.seek(0)
-
-    def follow(self) -> None:
-        """Has all go on at the optimizer's global step, if somebody has assigned it since it was
-        counted last; nobody may be in a step."""
-        if self._buffers:
-            counted = self._counting(self._optimizers[0]).state().step
-            if counted != self._step():
-                self.begin()
 
     def flush(self) -> None:
         """Applies or drops what the buffers still hold, and has all go on at the same step.
