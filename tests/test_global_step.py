@@ -234,6 +234,22 @@ def test_a_schedule_goes_on_where_it_was(tmp_path):
     assert (step_of(back), rate(back)) == (20, pytest.approx(0.98))
 
 
+def test_a_schedule_goes_on_by_updates_where_one_process_adds_up_as_many_examples(tmp_path):
+    def make(batches=None):
+        schedule = keras.optimizers.schedules.PolynomialDecay(0.1, 40, 0.0)
+        return recsync.optimizers.SGD(schedule, gradient_accumulation_steps=batches)
+
+    model = local(make, examples=64)
+    fit(model, 10, batch=64)
+    other = switched(model, tmp_path / "a.weights.h5", lambda: make(4), examples=64)
+    assert (step_of(other), float(other.optimizer.learning_rate)) == (10, pytest.approx(0.075))
+    # All data are a global batch: four batches of 16 are as one of 64.
+    fit(model, 10, batch=64)
+    fit(other, 40, batch=16)
+    assert (step_of(other), float(other.optimizer.learning_rate)) == (20, pytest.approx(0.05))
+    assert_close(other.get_weights(), model.get_weights(), 1e-5)
+
+
 def test_a_changed_period_replaces_the_saved_one_and_says_so(tmp_path, logged):
     def make(period):
         return recsync.optimizers.Adagrad(0.1, swap=recsync.Swap(period))

@@ -12,6 +12,9 @@ import tf_recsync as recsync
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
 from tf_recsync.strategies.model_variables import OnServers, optimizers_of
 from tf_recsync.strategies.worker_functions import trace_steps
+from tf_recsync.synchronization.aggregation import Aggregation
+from tf_recsync.synchronization.arrangement import one_group
+from tf_recsync.synchronization.group_variables import GroupVariables
 from tf_recsync.synchronization.lookups import find_lookups
 from tf_recsync.synchronization.pull_push import Layout
 
@@ -79,6 +82,29 @@ def test_a_step_is_a_request_an_answer_and_a_push_for_each_server(cluster, steps
         **{("worker", server): 2 * steps for server in SERVERS},
         **{(server, "worker"): steps + 1 for server in SERVERS},
     }
+
+
+def test_a_worker_notes_how_far_a_server_is_before_it_pulls_from_it(cluster):
+    # Else another one's step may come between them, and gradients are taken to be fresher.
+    strategy = recsync.GBAStrategy(cluster, global_batch_size=8, local_batch_size=4)
+    with strategy.scope():
+        model = click_model()
+        model.optimizer.build(model.trainable_variables)
+    (group,) = one_group(1, len(SERVERS)).groups
+    layout = Layout.of(model, optimizers_of(model), group)
+    states = {optimizer: layout.states_of(optimizer) for optimizer in layout.optimizers}
+    variables, home = GroupVariables(group), group.device(0)
+    aggregation = Aggregation(strategy.mode, states, variables, home)
+    spec = clicks(4).element_spec
+    lookups = find_lookups(model, layout, "train_step", spec)
+    function = trace_steps(model, layout, "train_step", spec, lookups, 1, None, aggregation)
+    types, pulls = ("RecsyncPullDense", "RecsyncGatherRows"), collections.Counter()
+    for op in live_operations(function.graph.control_outputs):
+        if op.type in types:
+            before = {(o.type, o.device) for o in live_operations([op])}
+            assert ("RecsyncGradientBufferStep", op.device) in before
+            pulls[op.type, end_of(op.device)] += 1
+    assert pulls == {(type_, server): 1 for type_ in types for server in SERVERS}
 
 
 @pytest.mark.full

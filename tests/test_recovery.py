@@ -304,6 +304,35 @@ def test_copies_and_metrics_are_those_of_the_checkpoint_and_of_all_steps(cluster
     assert strategy.sync_report(model).steps > 200
 
 
+def test_what_became_of_pushes_is_known_while_a_server_is_away_and_counted_on(
+    cluster, tmp_path, caplog
+):
+    # It takes all pushes, however old; and one global batch is more than the data.
+    strategy = slowly(recsync.BSPStrategy(cluster, 2 * STEPS, 2))
+    model = make_model(strategy, ROWS, shards=2)
+    lost = shards_of(model)[1]
+    callback = Checkpoint(tmp_path, every_seconds=1e9, recovery="partial")
+    before, away = [], []
+
+    def kill():
+        before.append(strategy.aggregation(model))
+        cluster.kill("ps", lost)
+
+    class Look(WorkerEvents):
+        def tell(self):
+            if not away and f"Training waits for ps:{lost}" in caplog.text:
+                away.append(strategy.aggregation(model))
+                cluster.restart("ps", lost)
+
+    data = held_back(dataset(100, ROWS), 70, lambda: callback.recoveries)
+    model.fit(data, verbose=0, callbacks=[callback, AtBatch(60, kill), Look()])
+    assert callback.recoveries == 1
+    assert away[0].included == before[0].included > 60
+    # Those since are fewer than those before: what was trained on is not trained on again.
+    assert strategy.aggregation(model).included > before[0].included
+    assert strategy.staleness(model).dense.count > before[0].staleness.count
+
+
 def test_a_loss_between_epochs_does_not_set_the_data_back(cluster, tmp_path):
     strategy = slowly(recsync.AsyncStrategy(cluster))
     model = make_model(strategy, STEPS, shards=2)

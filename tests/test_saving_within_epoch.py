@@ -215,6 +215,28 @@ def test_training_goes_on_from_what_is_loaded_within_an_epoch(name, form, cluste
     assert saved == loaded < count() < saved + BATCHES
 
 
+def test_pushes_are_dropped_when_a_file_of_the_same_global_step_is_loaded(cluster, tmp_path):
+    # As when the loss is NaN: what is not applied yet may be as well. All batches of the epoch
+    # would fill a global batch.
+    sizes = {"local_batch_size": BATCH, "global_batch_size": BATCHES * BATCH}
+    strategy = recsync.GBAStrategy(cluster, last_global_batch="drop", **sizes)
+    with strategy.scope():
+        model = make_model()
+    path, has_loaded = str(tmp_path / "first.weights.h5"), threading.Event()
+
+    def save_and_load(model):
+        if not has_loaded.is_set():
+            model.save_weights(path)
+            model.load_weights(path)
+            has_loaded.set()
+
+    fit(model, strategy, save_and_load, is_over=has_loaded)
+    assert updates_of(model) == {(0, True)}
+    report, servers = strategy.aggregation(model), len(model.train_function.aggregations[0].buffers)
+    assert report.abandoned >= 4 * servers  # It was loaded after four batches.
+    assert report.abandoned + report.left_over == BATCHES * servers
+
+
 @pytest.mark.cases("hop", "groups")
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_stand_still_while_they_are_read_and_go_on_after(name, cluster):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from absl import logging
-from helpers import AtBatch, assert_close, compiled, steps_of
+from helpers import AtBatch, assert_close, compiled, mean_output, steps_of
 
 import tf_recsync as recsync
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
@@ -277,6 +277,47 @@ def test_adam_goes_on_with_its_moments(clusters, tmp_path):
     expected = 0.05 * np.sqrt(1 - 0.999**5) / (1 - 0.9**5) * np.abs(m) / (np.sqrt(v) + 1e-7)
     assert_close([moved], [expected], 1e-5)
     assert optimizer.last_steps[0].numpy() == 5
+
+
+def test_schedules_and_moving_averages_go_on_and_counts_of_pushes_begin_anew(clusters, tmp_path):
+    # One worker, whose inputs are ones: each update takes the rate from the slope.
+    def sloped():
+        inputs = keras.Input((1,))
+        # It only moves, by each batch.
+        moving = keras.layers.BatchNormalization(momentum=0.9, center=False, scale=False)
+        moved = keras.layers.Rescaling(0.0)(moving(inputs))
+        slope = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        return keras.Model(inputs, slope(inputs) + moved)
+
+    def sgd():
+        return recsync.optimizers.SGD(keras.optimizers.schedules.PolynomialDecay(1.0, 16, 0.0))
+
+    batches, path = 8, tmp_path / "a.weights.h5"
+    ones = np.ones((batches * LOCAL, 1), np.float32)
+    rows = tf.data.Dataset.from_tensor_slices((ones, ones)).batch(LOCAL)
+    slope, before = 0.0, []
+    chain = {"sync of 64": 64, "bounded staleness": LOCAL, "GBA of 32": 32}
+    for i, (mode, step) in enumerate(chain.items()):
+        strategy = STRATEGIES[mode](cluster_of(clusters, 1, 1))
+        model = compiled(strategy, sloped, sgd, mean_output)
+        if before:
+            model.load_weights(path)
+            assert_close(model.get_weights(), before, 0)
+        model.fit(rows, verbose=0)
+        # The schedule is one of steps of 64 examples, in whichever steps it is gone through.
+        for examples in range(i * len(ones), (i + 1) * len(ones), step):
+            slope -= 1.0 - examples / 64 / 16
+        mean = 1.0 - 0.9 ** ((i + 1) * batches)
+        weights = {v.name: float(v.numpy().squeeze()) for v in model.weights}
+        assert (weights["kernel"], weights["moving_mean"]) == (
+            pytest.approx(slope, rel=1e-5),
+            pytest.approx(mean, rel=1e-5),
+        )
+        # Of tokens alone there is nothing to apply.
+        collected = 0 if mode == "bounded staleness" else batches
+        assert strategy.aggregation(model).included == collected, mode
+        before = model.get_weights()
+        model.save_weights(path)
 
 
 @pytest.fixture(scope="module")

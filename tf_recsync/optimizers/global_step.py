@@ -353,13 +353,14 @@ class CountsSteps:
         schedule = self._learning_rate
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule) and self.built:
             scale = self.step_state.schedule_scale
-            if scale != 1:
-                batches = self._iterations
-                if self._accumulates_on_servers:  # As of the last of several batches.
-                    batches = (batches + 1) * self.accumulated_batches - 1
-                # In the precision that schedules compute in.
-                step = keras.ops.cast(batches, "float32")
-                return schedule(step * float(scale / self.accumulated_batches))
+            if scale == 1:
+                return schedule(self.iterations)
+            batches = self._iterations
+            if self._accumulates_on_servers:  # As of the last of several batches.
+                batches = (batches + 1) * self.accumulated_batches - 1
+            # In the precision that schedules compute in.
+            step = keras.ops.cast(batches, "float32")
+            return schedule(step * float(scale / self.accumulated_batches))
         return super()._get_current_learning_rate()
 
 

@@ -210,7 +210,8 @@ def _aggregation(
         states.append(
             State.of(counts, late["age_sum"] - early["age_sum"], late["age_max"], measured)
         )
-    return aggregation.Report.of(states, left_over=left_over)
+    step = max((state.step for state in states), default=0)
+    return aggregation.Report.of(states, global_step=step, left_over=left_over)
 
 
 def _utilization(before: dict[str, Any], after: dict[str, Any], threads: int) -> Utilization:

@@ -79,6 +79,9 @@ class GroupStrategy(FitStrategy):
     def aggregation(self, model: keras.Model) -> aggregation.Report | None:
         """What became of the workers' pushes since the model began to train.
 
+        When training goes on after the loss of a parameter server, this has what was counted up
+        to the end of the epoch before, or up to the last call of this method or of `staleness`.
+
         Args:
             model: a model that was compiled in this strategy's scope.
 
@@ -90,8 +93,6 @@ class GroupStrategy(FitStrategy):
         Raises:
             RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
         """
-        live = getattr(model.train_function, "aggregations", {})
-        if not live:
-            return None
+        reports = getattr(model.train_function, "aggregation_reports", list)
         with self._guard.watched():
-            return live[0].report()
+            return next(iter(reports()), None)

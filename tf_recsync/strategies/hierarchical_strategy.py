@@ -192,11 +192,9 @@ class HierarchicalStrategy(SynchronizedStrategy):
         Raises:
             RuntimeError: if a parameter server is lost, or silent for `silence_timeout` seconds.
         """
-        live = getattr(model.train_function, "aggregations", None)
-        if not live:
-            return None
+        reports = getattr(model.train_function, "aggregation_reports", list)
         with self._guard.watched():
-            return [live[group].report() for group in sorted(live)]
+            return reports() or None
 
     def hop_report(self, model: keras.Model) -> list[list[WorkerReport]] | None:
         """What the servers of each group have done in `Hop` since the model began to train.

@@ -28,7 +28,8 @@ def measured_staleness(model: keras.Model, mode: Mode, pushes_gradients: bool) -
     states = [state for one in parts for state in getattr(one, "states", ())]
     states = [s for s in states if pushes_gradients or not is_copied(s.variable)]
     dense = [state for state in states if not state.is_table]
-    synchronizer = getattr(getattr(model, "train_function", None), "synchronizer", None)
+    function = getattr(model, "train_function", None)
+    synchronizer = getattr(function, "synchronizer", None)
     found: dict[int, list[np.ndarray]] = {}  # By the variables' ids: two may have one path.
     for state in states:
         # Groups count what is applied to their copies themselves.
@@ -40,11 +41,11 @@ def measured_staleness(model: keras.Model, mode: Mode, pushes_gradients: bool) -
     of = staleness.Statistics.from_counters
     collected = of([c for s in dense for c in found.get(id(s.variable), [])])
     if mode.uses_buffers:
-        live = getattr(getattr(model, "train_function", None), "aggregations", {}).values()
         # Buffers know how stale pushes are, and variables how many updates were left out.
         left_out = np.zeros([staleness.COUNTERS], np.int64)
         left_out[staleness.SKIPPED] = collected.skipped
-        pushes = [one.report().staleness for one in live]
+        reports = getattr(function, "aggregation_reports", list)
+        pushes = [report.staleness for report in reports()]
         collected = staleness.Statistics.sum([*pushes, of([left_out])])
     by_path: dict[str, list[np.ndarray]] = {}
     for state in states:

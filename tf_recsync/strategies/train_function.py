@@ -33,7 +33,7 @@ from tf_recsync.strategies.watched_calls import check_parameter_servers, lose_th
 from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import WorkerState
-from tf_recsync.synchronization.aggregation import Aggregation
+from tf_recsync.synchronization.aggregation import Aggregation, Counted, Report
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
 from tf_recsync.synchronization.copies import Copies, is_copied
@@ -92,7 +92,9 @@ class TrainFunction(Steps):
         self.unrestored: set[Server] = set()  # That were lost.
         # Of the parameter servers, since they have the variables.
         self.lives = settings.cluster.lives("ps")
-        self._before: Synchronizer | None = None  # That was used before a server was lost.
+        # What was used before a server was lost, and what aggregations had counted then.
+        self._before: Synchronizer | None = None
+        self._counted: dict[int, Counted] = {}
         self._suspended: set[int] = set()  # Workers whose tokens are not given back yet.
         # Keras drops it when it leaves a pass.
         self._iterator: weakref.ref[DistributedIterator] | None = None
@@ -255,6 +257,7 @@ class TrainFunction(Steps):
         if iterator is not None:
             _leave_run(iterator)
         synchronizer, self.synchronizer = self.synchronizer, None
+        self._counted.update({n: one.counted for n, one in self.aggregations.items()})
         self.aggregations.clear()
         self._suspended.clear()
         self._is_open = False
@@ -426,10 +429,20 @@ class TrainFunction(Steps):
             variables = GroupVariables(group, self.synchronizer.copies)
             can_come_back = bool(self.spared().intersection(group.holders))
             states = {o: layout.states_of(o) for o in layout.optimizers}
+            before = self._counted.get(group.index, Counted())
             self.aggregations[group.index] = Aggregation(
-                mode, states, variables, group.device(0), can_come_back
+                mode, states, variables, group.device(0), can_come_back, before
             )
         return self._shared_by(group.index)
+
+    def aggregation_reports(self) -> list[Report]:
+        """What became of the pushes of each group; none in modes without tokens.
+
+        While a parameter server is lost, what was known before.
+        """
+        live = dict(self.aggregations)
+        groups = sorted({*live, *self._counted})
+        return [live[n].report() if n in live else self._counted[n].report() for n in groups]
 
     def _shared_by(self, group: int) -> AtOnce:
         """What the trainers of a group share."""
@@ -737,8 +750,9 @@ class TrainFunction(Steps):
         if self.synchronizer is not None:  # From the first call on.
             self.synchronizer.copies.carried_on()
         if self.is_held and self._is_moved:
-            with self.watched():
-                self._of_each_group(Aggregation.follow)
+            if self.mode.uses_buffers:
+                with self.watched():
+                    self._of_each_group(Aggregation.begin)
             self._is_moved = False
         super()._go_on()
 

@@ -50,7 +50,7 @@ class Report:
             pushes without gradients.
         abandoned: pushes, counted above, that a pass that ended with an exception left
             in the buffers, and that the next pass dropped; also those that were there when
-            another global step was loaded.
+            a global step was loaded.
         left_over: pushes, counted above, that did not fill a global batch at the end of an
             epoch and were left out (`last_global_batch="drop"`).
         lost: tokens that were lost with a worker.
@@ -80,6 +80,7 @@ class Report:
         cls,
         states: Sequence[State],
         *,
+        global_step: int,
         abandoned: int = 0,
         left_over: int = 0,
         lost: int = 0,
@@ -89,14 +90,15 @@ class Report:
 
         Args:
             states: theirs.
-            abandoned: see above, like the others.
+            global_step: see above, like the others.
+            abandoned: see above.
             left_over: see above.
             lost: see above.
             reissued: see above.
         """
         counted = sum(state.ages.count for state in states)
         return cls(
-            global_step=max((state.step for state in states), default=0),
+            global_step=global_step,
             included=sum(state.included for state in states),
             decayed=sum(state.decayed for state in states),
             excluded=sum(state.excluded for state in states),
@@ -112,6 +114,34 @@ class Report:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """What buffers and token lists have counted, the latest last, also those that were lost.
+
+    Attributes:
+        parts: of each that was made, what its buffers and its token list had counted when they
+            were last asked.
+        abandoned: see `Report`.
+        left_over: see there.
+    """
+
+    parts: tuple[tuple[list[State], TokenListState], ...] = ()
+    abandoned: int = 0
+    left_over: int = 0
+
+    def report(self) -> Report:
+        """What became of the pushes."""
+        latest = self.parts[-1][0] if self.parts else []
+        return Report.of(
+            [state for states, _ in self.parts for state in states],
+            global_step=max((state.step for state in latest), default=0),
+            abandoned=self.abandoned,
+            left_over=self.left_over,
+            lost=sum(tokens.lost for _, tokens in self.parts),
+            reissued=sum(tokens.reissued for _, tokens in self.parts),
+        )
+
+
 class Aggregation(AtOnce):
     """The token list and the gradient buffers of one model, for one group of trainers.
 
@@ -121,7 +151,7 @@ class Aggregation(AtOnce):
         variables: where the group's are.
         home: the device that keeps the token list.
         can_come_back: whether training goes on when a server is lost that keeps some of this.
-
+        before: what another one has counted, whose place this takes.
     """
 
     takes_tokens = True
@@ -133,6 +163,7 @@ class Aggregation(AtOnce):
         variables: GroupVariables,
         home: str,
         can_come_back: bool = False,
+        before: Counted = Counted(),
     ):
         self.mode = mode
         # The group's copies. Before the first, steps are traced with what lies in this process, as
@@ -142,13 +173,13 @@ class Aggregation(AtOnce):
         # What buffers and the token list had counted when they were last asked, and what those
         # had that were lost.
         self._known: tuple[list[State], TokenListState] | None = None
-        self._counted_before: list[tuple[list[State], TokenListState]] = []
+        self._parts_before = before.parts
+        self._abandoned, self._left_over = before.abandoned, before.left_over
         self._states = dict(states)
         self._optimizers = tuple(states)
         self._variables = variables
         self._home = home
         self._trainers = variables.group.trainers
-        self._abandoned = self._left_over = 0
         with tf.device(None):
             self._make(made_on="/CPU:0")
 
@@ -191,9 +222,7 @@ class Aggregation(AtOnce):
         What it had counted since it was last asked is gone with it.
         """
         if not self.is_made_for(copies):
-            if self._known is not None:
-                self._counted_before.append(self._known)
-                self._known = None
+            self._parts_before, self._known = self.counted.parts, None
             self._make()
             self.begin()
             self.release()  # Nobody waits for one that has not taken a token yet.
@@ -280,7 +309,7 @@ class Aggregation(AtOnce):
                 # They may be of other parameters than those of now.
                 logging.warning(
                     "%d pushes are dropped: of a pass that ended with an exception, or from before "
-                    "another global step was loaded.",
+                    "a global step was loaded.",
                     pending,
                 )
                 self._abandoned += pending
@@ -291,14 +320,6 @@ class Aggregation(AtOnce):
         else:
             # Without buffers there is no step to refer to, and clocks begin anew.
             self._tokens.seek(0)
-
-    def follow(self) -> None:
-        """Has all go on at the optimizer's global step, if somebody has assigned it since it was
-        counted last; nobody may be in a step."""
-        if self._buffers:
-            counted = self._counting(self._optimizers[0]).state().step
-            if counted != self._step():
-                self.begin()
 
     def flush(self) -> None:
         """Applies or drops what the buffers still hold, and has all go on at the same step.
@@ -314,7 +335,7 @@ class Aggregation(AtOnce):
             self._left_over += pending
             for buffer in self._buffers.values():
                 buffer.restore(buffer.state().step)
-        steps = [buffer.state().step for buffer in self._buffers.values()]
+        steps = [state.step for state in self._ask()]
         for optimizer in self._optimizers:
             own = self._own_step(optimizer)
             # Not by `assign`, which tells those who train it of what users assign.
@@ -506,20 +527,23 @@ class Aggregation(AtOnce):
             tf.errors.OpError: if a server is lost without which nobody goes on.
         """
         try:
-            asked = [buffer.state() for buffer in self._buffers.values()]
-            self._known = asked, self._tokens.state()
+            self._ask()
         except tf.errors.OpError:
             if not self._can_come_back:
                 raise
-        parts = [*self._counted_before, *([] if self._known is None else [self._known])]
-        states = [state for of_buffers, _ in parts for state in of_buffers]
-        return Report.of(
-            states,
-            abandoned=self._abandoned,
-            left_over=self._left_over,
-            lost=sum(tokens.lost for _, tokens in parts),
-            reissued=sum(tokens.reissued for _, tokens in parts),
-        )
+        return self.counted.report()
+
+    def _ask(self) -> list[State]:
+        """What the buffers have counted; from now on it is known."""
+        states = [buffer.state() for buffer in self._buffers.values()]
+        self._known = states, self._tokens.state()
+        return states
+
+    @property
+    def counted(self) -> Counted:
+        """What was counted so far, as far as it is known."""
+        known = () if self._known is None else (self._known,)
+        return Counted((*self._parts_before, *known), self._abandoned, self._left_over)
 
 
 def _revoked(buffer: _Buffer, tickets: Sequence[int]) -> Revoked:

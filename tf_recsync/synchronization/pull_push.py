@@ -316,8 +316,13 @@ class Step:
                     self._pulled_steps[buffer.number] = buffer.step().applied
 
     def _after(self, device: str) -> list[tf.Tensor]:
-        """What pulls from a server must wait for there: the step's token, if it takes one."""
-        return [self._reached[device].value] if device in self._reached else []
+        """What pulls from a server must wait for there: the step's token, if it takes one, and
+        until it is noted how far the server is."""
+        if device not in self._reached:
+            return []
+        buffers = self._aggregation.buffers_of(device)
+        noted = [self._pulled_steps[buffer.number] for buffer in buffers]  # With the token.
+        return noted or [self._reached[device].value]
 
     def _pull_request(self, states: list[base.VariableState], request: Request) -> PulledRequest:
         """Pulls what one request needs by itself."""
