@@ -10,6 +10,7 @@ from groups import (
     BETWEEN,
     CELLS,
     INSIDE,
+    RATE,
     RING_OF_3,
     WIDE,
     WORKERS,
@@ -21,10 +22,20 @@ from groups import (
     shards_of,
     with_slots,
 )
-from helpers import AtBatch, UntilAllGoOn, fits_until, only_stopped_ones_are_silent, told_losses
+from helpers import (
+    AtBatch,
+    UntilAllGoOn,
+    compiled,
+    fits_until,
+    mean_output,
+    only_stopped_ones_are_silent,
+    slope_model,
+    told_losses,
+)
 
 import tf_recsync as recsync
 from tf_recsync.cluster import processor_of
+from tf_recsync.synchronization.copies import Copies
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -333,16 +344,36 @@ def test_a_group_whose_server_is_away_is_done_without_from_one_epoch_to_the_next
     assert strategy.aggregation(model)[0].included > pushes
 
 
-def test_a_group_whose_server_dies_before_a_model_first_trains_joins_when_it_is_back(cluster):
+def test_a_group_whose_server_dies_before_a_model_first_trains_joins_with_the_central_copy(
+    cluster, monkeypatch
+):
+    make, began_with = Copies.make, []
+
+    def noted(copies, group, values):
+        if group == 1:
+            began_with.append(values[0].item())
+        make(copies, group, values)
+
+    monkeypatch.setattr(Copies, "make", noted)
     strategy = hierarchical(cluster, aggregation=INSIDE["sync"])
     recsync.testing.set_compute_time(strategy, 0.02)
-    model = line(strategy)
+    # Each step takes as much off the slope, which begins at 0; the central copy follows.
+    model = compiled(strategy, slope_model, lambda: recsync.optimizers.SGD(RATE), mean_output)
+    ones = tf.data.Dataset.from_tensors((tf.ones([BATCH, 1]), tf.ones([BATCH, 1])))
     cluster.kill("ps", 1)
-    model.fit(numbers(8), verbose=0)
-    assert strategy.worker_steps(model)[2:] == [0, 0]
-    assert sum(strategy.worker_steps(model)) == 8
-    cluster.restart("ps", 1)
-    fits_until(lambda: min(strategy.worker_steps(model)) > 0, model, numbers(24))
+    centers = []
+
+    class UntilItHasJoined(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            steps = strategy.worker_steps(model)
+            if not centers and steps[0] > 8 and strategy.sync_report(model).syncs[0] > 3:
+                assert steps[2:] == [0, 0]
+                centers.append(model.train_function.synchronizer.extras()["center"].item())
+                cluster.restart("ps", 1)
+            self.model.stop_training = bool(centers) and min(steps) > 0
+
+    model.fit(ones.repeat(10_000), verbose=0, callbacks=[UntilItHasJoined()])
+    assert began_with[0] <= centers[0] < 0
     assert all(report.included for report in strategy.aggregation(model))
 
 
