@@ -416,6 +416,26 @@ def test_a_group_comes_back_that_has_lost_a_server_and_a_trainer_at_once(cluster
     assert None not in strategy.copies(model)
 
 
+def test_the_staleness_of_rows_is_that_of_the_tables_of_all_groups(cluster):
+    # Without a server for tables, each group has a copy of them.
+    strategy = hierarchical(cluster, ps_per_group=2, sync_ps=2)
+    assert strategy.embedding_ps == ()
+    with strategy.scope():
+        layers = keras.layers
+        table = [keras.Input((), dtype="int64"), layers.Embedding(BATCH, 2), layers.Dense(1)]
+        model = keras.Sequential(table)
+        model.compile(with_slots(), "mse")
+    ids = strategy.distribute_datasets_from_function(
+        lambda context: tf.data.Dataset.from_tensors(
+            (np.arange(BATCH), np.ones([BATCH, 1]))
+        ).repeat(5)
+    )
+    model.fit(ids, verbose=0)
+    report = strategy.staleness(model)
+    # Each step of each of the trainers updates two dense variables and all rows.
+    assert (report.dense.count, report.rows.count) == (WORKERS * 5 * 2, WORKERS * 5 * BATCH)
+
+
 def test_all_shards_are_synchronized_while_nobody_trains(cluster):
     strategy = hierarchical(
         cluster, BETWEEN["MA"], ps_per_group=2, mode=recsync.Foreground(per_minute=300)
