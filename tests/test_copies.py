@@ -1,6 +1,7 @@
 """Workers' copies of variables, and what users see of them."""
 
 import concurrent.futures
+import contextlib
 import threading
 
 import keras
@@ -10,6 +11,7 @@ import tensorflow as tf
 from helpers import compiled, mean_output, slope_model
 
 import tf_recsync as recsync
+from tf_recsync.synchronization import copies as copies_of_groups
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.copies import CopiedVariable, Copies
 from tf_recsync.synchronization.remote_values import at
@@ -151,3 +153,78 @@ def test_a_learning_rate_that_a_callback_sets_within_an_epoch_acts_on_its_steps(
     ones = np.ones((6, 1), np.float32)
     model.fit(ones, ones, 1, epochs=2, verbose=0, callbacks=[assigning])
     np.testing.assert_allclose(assigning.rates, [[0.5, 0.5], [0.5, 0.5]])
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """Copies of a learning rate for two groups, in this process; the first group trains its own."""
+    monkeypatch.setattr(copies_of_groups, "at", lambda *server: contextlib.nullcontext())
+    monkeypatch.setattr(copies_of_groups, "on_worker", tf.constant)
+    variable = CopiedVariable(0.1)
+    groups = [Group(number, trainers=(number,)) for number in range(2)]
+    copies = Copies([variable], cluster=None, groups=groups, peeked=[variable])
+    monkeypatch.setattr(copies, "_lives_of", lambda group: [])
+    copies.begin()
+    copies.ensure(0)
+    copies.touched()
+    return copies
+
+
+def set_rate(copies, rate):
+    """As a callback does within an epoch."""
+    copies.seen[0].assign(rate)
+    copies.carried_on()
+
+
+def rates_of(copies):
+    return [copies.of(group)[0].numpy() for group in copies.there]
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_group_whose_copies_are_being_made_gets_what_is_assigned_meanwhile(
+    rates, monkeypatch, is_lost
+):
+    make, pending = copies_of_groups.ResourceVariable, [0.5]
+
+    def late(*arguments, **options):
+        made = make(*arguments, **options)
+        while pending:
+            set_rate(rates, pending.pop())
+        return made
+
+    set_rate(rates, 0.2)
+    if is_lost:  # It begins with what others have.
+        rates.will_make(1)
+        read = [np.float32(0.2)]
+        set_rate(rates, 0.3)
+    monkeypatch.setattr(copies_of_groups, "ResourceVariable", late)
+    if is_lost:
+        rates.make(1, read)
+    else:
+        rates.ensure(1)
+    np.testing.assert_allclose(rates_of(rates), [0.5, 0.5])
+    # What was assigned before it was read it does not get.
+    monkeypatch.setattr(copies_of_groups, "ResourceVariable", make)
+    rates.drop(1)
+    rates.make(1, [np.float32(0.6)])
+    np.testing.assert_allclose(rates_of(rates), [0.5, 0.6])
+
+
+def test_a_group_that_can_not_be_reached_when_a_rate_is_set_gets_it_later(rates, monkeypatch):
+    rates.ensure(1)
+    write = Copies._write
+
+    def broken(copies, group, *arguments):
+        if group == 1:
+            raise tf.errors.UnavailableError(None, None, "the connection broke")
+        write(copies, group, *arguments)
+
+    for again in (rates.carried_on, rates.begin):  # After the next hold, or in the next epoch.
+        rate = 0.5 if again == rates.begin else 0.3
+        monkeypatch.setattr(Copies, "_write", broken)
+        set_rate(rates, rate)
+        np.testing.assert_allclose(rates_of(rates)[0], rate)
+        assert rates_of(rates)[1] != np.float32(rate)
+        monkeypatch.setattr(Copies, "_write", write)
+        again()
+        np.testing.assert_allclose(rates_of(rates), [rate, rate])

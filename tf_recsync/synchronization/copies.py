@@ -147,6 +147,8 @@ class Copies:
         self._lives: dict[int, list[tuple[int, int]]] = {}
         # What groups begin with that have none yet, if it is not what users see.
         self._loaded: dict[int, list[np.ndarray]] = {}
+        # What was assigned since somebody began to read what a group's copies are made of.
+        self._owed: dict[int, list[np.ndarray | None]] = {}
         self._shown: list[np.ndarray] = []  # What users see, as far as is known.
         # The copies of a checkpoint of other groups, whose mean is loaded.
         self._merged: list[Sequence[np.ndarray]] = []
@@ -248,8 +250,16 @@ class Copies:
             return []  # Nothing is lost with a holder.
         return [self._cluster.life(job, index) for job, index in self.groups[group].holders]
 
+    def will_make(self, group: int) -> None:
+        """Somebody begins to read what a group's copies are made of.
+
+        When they are made, they get what is assigned from now on, too.
+        """
+        with self._lock:
+            self._owed[group] = [None] * len(self.variables)
+
     def make(self, group: int, values: Sequence[np.ndarray]) -> None:
-        """Makes a group's copies anew, with these values."""
+        """Makes a group's copies anew, with these values; see `will_make`."""
         lives = self._lives_of(group)
         made: list[tf.Variable] = [None] * len(self.variables)
         for shard, (job, index) in zip(self._shards, self.groups[group].holders, strict=True):
@@ -258,9 +268,15 @@ class Copies:
                     value, shape = on_worker(values[i]), self.variables[i].shape
                     # No variable of the strategy, in whose scope this may be.
                     made[i] = ResourceVariable(value, trainable=False, shape=shape)
-        with self._lock:
-            self._copies[group] = made
-            self._lives[group] = lives
+        while True:
+            with self._lock:
+                owed = self._owed.pop(group, [])
+                if all(value is None for value in owed):
+                    self._copies[group] = made
+                    self._lives[group] = lives
+                    return
+                self.will_make(group)
+            self._write(group, made, owed)
 
     def drop(self, group: int) -> None:
         """Forgets the copies of a group, one of whose holders is lost."""
@@ -354,12 +370,12 @@ class Copies:
         shown = self.current()
         with self._reading, self._lock:
             self.assigned = [False] * len(shown)
-            if self._copies or self._loaded:
+            if self._copies or self._loaded or self._owed:
                 assigned = self._assigned(shown)
                 self.assigned = [value is not None for value in assigned]
                 for group in self._copies:
                     self._assign(group, assigned)
-                for values in self._loaded.values():
+                for values in (*self._loaded.values(), *self._owed.values()):
                     for i, value in enumerate(assigned):
                         values[i] = values[i] if value is None else value
                 if self._merged:  # Not earlier: it may fail, and is called again then.
@@ -426,6 +442,7 @@ class Copies:
             if group in self._copies:
                 return
             values = self._loaded.get(group, self._shown)
+            self.will_make(group)
         self.make(group, values)
         with self._lock:
             self._loaded.pop(group, None)
@@ -472,13 +489,19 @@ class Copies:
                     (place,) = self.places(variable)
                     values[place] = fetch(variable.read_value())
                     with self._lock:
-                        for waiting in (self._shown, *self._loaded.values()):
-                            waiting[place] = values[place]
+                        waiting = (self._shown, *self._loaded.values(), *self._owed.values())
+                        for some in waiting:
+                            some[place] = values[place]
+            have_all = True
             for group in self.there:
-                # One that is lost its own threads find out.
-                with contextlib.suppress(tf.errors.OpError, KeyError):
+                try:
                     self._assign(group, values)
-        self._kept.difference_update(map(id, due))
+                except (tf.errors.OpError, KeyError):
+                    # One that is lost its own threads find out; if only the connection broke, it
+                    # gets them the next time.
+                    have_all = False
+        if have_all:
+            self._kept.difference_update(map(id, due))
 
     def settled(self) -> None:
         """Nobody trains the copies any more; after one more refresh nothing changes."""
@@ -581,7 +604,11 @@ class Copies:
         ]
 
     def _assign(self, group: int, values: Sequence[np.ndarray | None]) -> None:
-        copies = self._copies[group]
+        self._write(group, self._copies[group], values)
+
+    def _write(
+        self, group: int, copies: Sequence[tf.Variable], values: Sequence[np.ndarray | None]
+    ) -> None:
         for shard, (job, index) in zip(self._shards, self.groups[group].holders, strict=True):
             with at(self._cluster, index, job):
                 for i in shard:
