@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import threading
+import types
 
 import keras
 import numpy as np
@@ -69,7 +70,7 @@ def test_a_server_that_does_not_answer_a_reading_holds_up_nobody_else(monkeypatc
     copies._copies[0] = [variable]
     asked, answered = threading.Event(), threading.Event()
 
-    def values(group):
+    def values(group, numbers):
         asked.set()
         assert answered.wait(60)
         return [np.array([3.0, 4.0], np.float32)]
@@ -92,7 +93,7 @@ def test_what_is_assigned_while_copies_are_trained_stays_and_they_take_it_over(m
     copies.load({0: [variable.numpy() for variable in variables]})
     copies.begin()
     trained = [np.array([3.0, 4.0], np.float32)] * 2
-    monkeypatch.setattr(copies, "_combined", lambda: trained)
+    monkeypatch.setattr(copies, "_combined", lambda numbers: trained)
     copies.touched()
     variables[0].assign([4.0, 4.0])
     variables[0].assign_add([1.0, 2.0])
@@ -106,7 +107,8 @@ def test_what_is_assigned_while_copies_are_trained_stays_and_they_take_it_over(m
     copies.settled()
     np.testing.assert_array_equal(variables[0].numpy(), [3.0, 4.0])
     # What is added is added to what copies are by now, not to what users saw of them last.
-    monkeypatch.setattr(copies, "_combined", lambda: [np.array([7.0, 8.0], np.float32)] * 2)
+    now = [np.array([7.0, 8.0], np.float32)] * 2
+    monkeypatch.setattr(copies, "_combined", lambda numbers: now)
     copies.touched()
     variables[0].assign_add([1.0, 1.0])
     variables[1].assign_sub([1.0, 1.0])
@@ -156,18 +158,29 @@ def test_a_learning_rate_that_a_callback_sets_within_an_epoch_acts_on_its_steps(
 
 
 @pytest.fixture
-def rates(monkeypatch):
-    """Copies of a learning rate for two groups, in this process; the first group trains its own."""
+def make_copies(monkeypatch):
+    """Makes copies of variables for two groups, all in this process; the first trains its own."""
     monkeypatch.setattr(copies_of_groups, "at", lambda *server: contextlib.nullcontext())
     monkeypatch.setattr(copies_of_groups, "on_worker", tf.constant)
-    variable = CopiedVariable(0.1)
-    groups = [Group(number, trainers=(number,)) for number in range(2)]
-    copies = Copies([variable], cluster=None, groups=groups, peeked=[variable])
-    monkeypatch.setattr(copies, "_lives_of", lambda group: [])
-    copies.begin()
-    copies.ensure(0)
-    copies.touched()
-    return copies
+    monkeypatch.setattr(Copies, "_lives_of", lambda copies, group: [])
+
+    def make(variables, **options):
+        cluster = types.SimpleNamespace(dispatch_scope=contextlib.nullcontext)
+        groups = [Group(number, trainers=(number,)) for number in range(2)]
+        copies = Copies(variables, cluster, groups, **options)
+        copies.begin()
+        copies.ensure(0)
+        copies.touched()
+        return copies
+
+    return make
+
+
+@pytest.fixture
+def rates(make_copies):
+    """Copies of a learning rate."""
+    rate = CopiedVariable(0.1)
+    return make_copies([rate], peeked=[rate])
 
 
 def set_rate(copies, rate):
@@ -228,3 +241,35 @@ def test_a_group_that_can_not_be_reached_when_a_rate_is_set_gets_it_later(rates,
         monkeypatch.setattr(Copies, "_write", write)
         again()
         np.testing.assert_allclose(rates_of(rates), [rate, rate])
+
+
+@pytest.mark.parametrize("read", [0, "mean"])
+def test_who_looks_at_the_learning_rate_reads_nothing_else(make_copies, monkeypatch, read):
+    fetched = []
+
+    class Reader:
+        def __init__(self, like):
+            self._like = like
+
+        def __call__(self, handles):
+            fetched.append([variable.shape.num_elements() for variable in self._like])
+            return [
+                tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype).numpy()
+                for handle, variable in zip(handles, self._like, strict=True)
+            ]
+
+    monkeypatch.setattr(copies_of_groups, "PackedReader", Reader)
+    weights, rate = CopiedVariable(np.zeros([1000], np.float32)), CopiedVariable(0.1)
+    copies = make_copies([weights, rate], read=read, peeked=[rate])
+    copies.ensure(1)
+    for group, value in ((0, 0.5), (1, 0.7)):
+        for copy in copies.of(group):
+            copy.assign(np.full(copy.shape, value, np.float32))
+    groups, expected = (1, 0.5) if read == 0 else (2, 0.6)
+    np.testing.assert_allclose(rate.numpy(), expected)
+    assert fetched == [[1]] * groups
+    np.testing.assert_allclose(weights.numpy(), np.full([1000], expected))
+    assert fetched[groups:] == [[1000, 1]] * groups
+    # Nobody has assigned what was read.
+    copies.begin()
+    assert copies.assigned == [False, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -158,11 +159,12 @@ class Copies:
         # Ids of what users have assigned, which copies take over when they are trained again.
         self._kept: set[int] = set()
         self._listen()
-        # The variables of each shard, by their numbers, and what reads them.
+        # The variables of each shard, by their numbers.
         self._shards: list[list[int]] = [[] for _ in range(len(groups[0].holders))]
         for i, variable in enumerate(self.variables):
             self._shards[variable.shard].append(i)
-        self._readers = [PackedReader([self.variables[i] for i in shard]) for shard in self._shards]
+        looked_at = [variable for variable in self.seen if id(variable) in self._peeked]
+        self._looked_at = [i for variable in looked_at for i in self.places(variable)]
 
     def whole(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """What users see of values of `variables`, or of the first of them."""
@@ -294,16 +296,17 @@ class Copies:
             self._loaded[group] = values
         self.drop(group)
 
-    def values(self, group: int) -> list[np.ndarray]:
-        """A group's copies."""
+    def values(self, group: int, numbers: Sequence[int] | None = None) -> list[np.ndarray]:
+        """A group's copies: of all variables, or of those with these numbers, in their order."""
         handles = self.handles(group)
-        found: list[np.ndarray] = [None] * len(handles)
+        numbers = range(len(handles)) if numbers is None else numbers
+        wanted, found = set(numbers), {}
         with self._cluster.dispatch_scope():
-            for shard, reader in zip(self._shards, self._readers, strict=True):
-                read = reader([handles[i] for i in shard])
-                for i, value in zip(shard, read, strict=True):
-                    found[i] = value
-        return found
+            for shard in self._shards:
+                own = [i for i in shard if i in wanted]
+                read = PackedReader([self.variables[i] for i in own])([handles[i] for i in own])
+                found.update(zip(own, read, strict=True))
+        return [found[i] for i in numbers]
 
     def all_values(self) -> dict[int, list[np.ndarray]]:
         """The copies by group, of those that have some or will begin with some: as they go on.
@@ -464,9 +467,10 @@ class Copies:
             return
         self._stale = True
         self._listen()  # Another model that has a layer, too, may have been trained meanwhile.
+        peek = functools.partial(self._peek, self._looked_at)
         for variable in self.seen:
             is_peeked = id(variable) in self._peeked
-            variable.before_read = self._peek if is_peeked else self.refresh
+            variable.before_read = peek if is_peeked else self.refresh
 
     def carried_on(self) -> None:
         """The copies are trained again after users have seen them, with what these have assigned
@@ -539,46 +543,59 @@ class Copies:
         self._peek()
         self._is_held = is_held
 
-    def _peek(self) -> None:
-        """Writes what the copies come to, which may be trained meanwhile, into what users see."""
+    def _peek(self, numbers: Sequence[int] | None = None) -> None:
+        """Writes what the copies come to, which may be trained meanwhile, into what users see.
+
+        Args:
+            numbers: those of all pieces of some variables, which alone are read; others may be
+                large. Default None: all.
+        """
         if _refreshing.active:
             return
         with self._reading, _refreshing(), self._watched():
-            found = self._combined()
+            found = self._combined(numbers)
             if found is not None:
                 with self._lock:
-                    self._show(found)
+                    self._show(found, numbers)
 
-    def _show(self, values: list[np.ndarray]) -> None:
-        for variable, value in zip(self.seen, self.whole(values), strict=True):
-            if id(variable) in self._kept:
-                continue
-            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
-        self._shown = values
+    def _show(self, values: list[np.ndarray], numbers: Sequence[int] | None = None) -> None:
+        every = range(len(self.variables))
+        new = dict(zip(every if numbers is None else numbers, values, strict=True))
+        self._shown = [new[i] if i in new else self._shown[i] for i in every]
+        first = 0
+        for variable, pieces in zip(self.seen, self._pieces, strict=True):
+            own = every[first : first + len(pieces.variables)]
+            first += len(own)
+            if id(variable) not in self._kept and own[0] in new:
+                value = pieces.join([new[i] for i in own])
+                tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
 
-    def _combined(self) -> list[np.ndarray] | None:
-        """What the copies come to; None if nobody answers."""
+    def _combined(self, numbers: Sequence[int] | None = None) -> list[np.ndarray] | None:
+        """What the copies of some variables come to, or of all; None if nobody answers."""
         groups = self.there
 
         def answers(asked: Sequence[int]):
             for group in asked:
                 # One that is lost its own threads find out.
                 with contextlib.suppress(tf.errors.OpError, KeyError):
-                    yield self.values(group)
+                    yield self.values(group, numbers)
 
         if self._read in groups:
-            found = self.mean(answers([self._read]))
+            found = self.mean(answers([self._read]), numbers)
             if found is not None:
                 return found
             groups.remove(self._read)
-        return self.mean(answers(groups))
+        return self.mean(answers(groups), numbers)
 
-    def mean(self, copies: Iterable[Sequence[np.ndarray]]) -> list[np.ndarray] | None:
+    def mean(
+        self, copies: Iterable[Sequence[np.ndarray]], numbers: Sequence[int] | None = None
+    ) -> list[np.ndarray] | None:
         """The mean; of whole numbers, which have none, the largest of a count (a scalar) and else
         the first. None of no copies.
 
         Tables that copies share have been trained by the one that has counted the most steps.
         """
+        variables = self.variables if numbers is None else [self.variables[i] for i in numbers]
         sums: list[np.ndarray] = []
         count = 0
         for values in copies:
@@ -586,10 +603,10 @@ class Copies:
             if not sums:
                 sums = [
                     np.array(value, np.float64) if variable.dtype.is_floating else value
-                    for variable, value in zip(self.variables, values, strict=True)
+                    for variable, value in zip(variables, values, strict=True)
                 ]
                 continue
-            for i, (variable, value) in enumerate(zip(self.variables, values, strict=True)):
+            for i, (variable, value) in enumerate(zip(variables, values, strict=True)):
                 if variable.dtype.is_floating:
                     sums[i] += value
                 elif variable.dtype.is_integer and value.shape == ():
@@ -600,7 +617,7 @@ class Copies:
             np.asarray(value / count, variable.dtype.as_numpy_dtype)
             if variable.dtype.is_floating
             else value
-            for variable, value in zip(self.variables, sums, strict=True)
+            for variable, value in zip(variables, sums, strict=True)
         ]
 
     def _assign(self, group: int, values: Sequence[np.ndarray | None]) -> None:

@@ -54,9 +54,9 @@ class StalenessCounts:
             copy = self._copies.of(group)
             # One that is lost its own threads find out.
             with contextlib.suppress(tf.errors.OpError, KeyError):
-                values = self._copies.values(group)
+                values = self._copies.values(group, self._counters)
                 with self._lock:
                     if copy is self._copies.of(group):
-                        self._counted[group] = [values[i] for i in self._counters]
+                        self._counted[group] = values
         with self._lock:
             return [*self._counted_before, *self._counted.values()]
