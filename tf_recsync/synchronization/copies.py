@@ -85,18 +85,21 @@ def is_copied(variable: keras.Variable) -> bool:
     return isinstance(variable._value, CopiedVariable)
 
 
-def device_for(variable: keras.Variable, group: Group | None) -> str:
+def device_for(variable: keras.Variable, group: Group | None, shards: Mapping[int, int]) -> str:
     """The device that holds a variable for a group, whatever scope Keras is in.
 
     Args:
         variable: any of the model's or its optimizer's.
         group: whose trainers ask; None where no variable is copied.
+        shards: those of the model's copies, as `Copies.shards`.
 
     Returns:
         Its device; "" for where the step runs that asks.
     """
     value = variable._value
-    return group.device(value.shard) if is_copied(variable) else value.device
+    if not is_copied(variable):
+        return value.device
+    return group.device(shards.get(id(value), value.shard))
 
 
 class Copies:
@@ -117,6 +120,8 @@ class Copies:
         seen: what users see of the variables.
         variables: the same, but for those of which servers have pieces: there are these in
             their place.
+        shards: the number of the holder of each of these, by its id. Another model that shares
+            layers may place their variables elsewhere: these copies stay where they are.
     """
 
     def __init__(
@@ -159,6 +164,7 @@ class Copies:
         # Ids of what users have assigned, which copies take over when they are trained again.
         self._kept: set[int] = set()
         self._listen()
+        self.shards = {id(variable): variable.shard for variable in self.variables}
         # The variables of each shard, by their numbers.
         self._shards: list[list[int]] = [[] for _ in range(len(groups[0].holders))]
         for i, variable in enumerate(self.variables):
