@@ -180,6 +180,25 @@ def test_only_what_is_compressed_travels(cluster, name):
     assert travelling(model) == TRAVELLING[name]
 
 
+def test_a_server_that_only_runs_a_layer_without_weights_encodes_what_it_sends(cluster):
+    def build():
+        x = inputs = keras.Input((WIDTH,), name="x")
+        tanh = keras.layers.Activation("tanh", name="between")
+        for part in (keras.layers.Dense(8, name="first"), tanh, keras.layers.Dense(1, name="last")):
+            x = part(x)
+        return keras.Model(inputs, x)
+
+    graph = recsync.OperatorPlan.step_graph(build(), batch_size=BATCH)
+    operators = {unit.name: None for unit in graph.units}
+    operators |= {"first": 0, "between": 1, "last": 0}
+    resources = recsync.placement.Resources(trainers=1, servers=2)
+    plan = recsync.OperatorPlan(graph, resources, operators)
+    model, _ = placed(cluster, COMPRESSIONS["bfloat16"], build, plan, batches=2)
+    # The inputs, what the layer between gets and gives, and the outputs; gradients are whole.
+    there = [("bfloat16", columns) for columns in (1, 6, 8, 8)]
+    assert travelling(model) == [*there, *(("float32", columns) for columns in (1, 8, 8))]
+
+
 def test_what_travels_compressed_passes_an_artificial_link(cluster):
     placement = on_servers(plain, servers=1)
     strategy = alone(cluster, placement, ps_per_group=1, compression=COMPRESSIONS["int8"])

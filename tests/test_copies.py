@@ -1,7 +1,9 @@
 """Workers' copies of variables, and what users see of them."""
 
 import concurrent.futures
+import contextlib
 import threading
+import types
 
 import keras
 import numpy as np
@@ -10,6 +12,7 @@ import tensorflow as tf
 from helpers import compiled, mean_output, slope_model
 
 import tf_recsync as recsync
+from tf_recsync.synchronization import copies as copies_of_groups
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.copies import CopiedVariable, Copies
 from tf_recsync.synchronization.remote_values import at
@@ -67,7 +70,7 @@ def test_a_server_that_does_not_answer_a_reading_holds_up_nobody_else(monkeypatc
     copies._copies[0] = [variable]
     asked, answered = threading.Event(), threading.Event()
 
-    def values(group):
+    def values(group, numbers):
         asked.set()
         assert answered.wait(60)
         return [np.array([3.0, 4.0], np.float32)]
@@ -90,7 +93,7 @@ def test_what_is_assigned_while_copies_are_trained_stays_and_they_take_it_over(m
     copies.load({0: [variable.numpy() for variable in variables]})
     copies.begin()
     trained = [np.array([3.0, 4.0], np.float32)] * 2
-    monkeypatch.setattr(copies, "_combined", lambda: trained)
+    monkeypatch.setattr(copies, "_combined", lambda numbers: trained)
     copies.touched()
     variables[0].assign([4.0, 4.0])
     variables[0].assign_add([1.0, 2.0])
@@ -104,7 +107,8 @@ def test_what_is_assigned_while_copies_are_trained_stays_and_they_take_it_over(m
     copies.settled()
     np.testing.assert_array_equal(variables[0].numpy(), [3.0, 4.0])
     # What is added is added to what copies are by now, not to what users saw of them last.
-    monkeypatch.setattr(copies, "_combined", lambda: [np.array([7.0, 8.0], np.float32)] * 2)
+    now = [np.array([7.0, 8.0], np.float32)] * 2
+    monkeypatch.setattr(copies, "_combined", lambda numbers: now)
     copies.touched()
     variables[0].assign_add([1.0, 1.0])
     variables[1].assign_sub([1.0, 1.0])
@@ -151,3 +155,121 @@ def test_a_learning_rate_that_a_callback_sets_within_an_epoch_acts_on_its_steps(
     ones = np.ones((6, 1), np.float32)
     model.fit(ones, ones, 1, epochs=2, verbose=0, callbacks=[assigning])
     np.testing.assert_allclose(assigning.rates, [[0.5, 0.5], [0.5, 0.5]])
+
+
+@pytest.fixture
+def make_copies(monkeypatch):
+    """Makes copies of variables for two groups, all in this process; the first trains its own."""
+    monkeypatch.setattr(copies_of_groups, "at", lambda *server: contextlib.nullcontext())
+    monkeypatch.setattr(copies_of_groups, "on_worker", tf.constant)
+    monkeypatch.setattr(Copies, "_lives_of", lambda copies, group: [])
+
+    def make(variables, **options):
+        cluster = types.SimpleNamespace(dispatch_scope=contextlib.nullcontext)
+        groups = [Group(number, trainers=(number,)) for number in range(2)]
+        copies = Copies(variables, cluster, groups, **options)
+        copies.begin()
+        copies.ensure(0)
+        copies.touched()
+        return copies
+
+    return make
+
+
+@pytest.fixture
+def rates(make_copies):
+    """Copies of a learning rate."""
+    rate = CopiedVariable(0.1)
+    return make_copies([rate], peeked=[rate])
+
+
+def set_rate(copies, rate):
+    """As a callback does within an epoch."""
+    copies.seen[0].assign(rate)
+    copies.carried_on()
+
+
+def rates_of(copies):
+    return [copies.of(group)[0].numpy() for group in copies.there]
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_group_whose_copies_are_being_made_gets_what_is_assigned_meanwhile(
+    rates, monkeypatch, is_lost
+):
+    make, pending = copies_of_groups.ResourceVariable, [0.5]
+
+    def late(*arguments, **options):
+        made = make(*arguments, **options)
+        while pending:
+            set_rate(rates, pending.pop())
+        return made
+
+    set_rate(rates, 0.2)
+    if is_lost:  # It begins with what others have.
+        rates.will_make(1)
+        read = [np.float32(0.2)]
+        set_rate(rates, 0.3)
+    monkeypatch.setattr(copies_of_groups, "ResourceVariable", late)
+    if is_lost:
+        rates.make(1, read)
+    else:
+        rates.ensure(1)
+    np.testing.assert_allclose(rates_of(rates), [0.5, 0.5])
+    # What was assigned before it was read it does not get.
+    monkeypatch.setattr(copies_of_groups, "ResourceVariable", make)
+    rates.drop(1)
+    rates.make(1, [np.float32(0.6)])
+    np.testing.assert_allclose(rates_of(rates), [0.5, 0.6])
+
+
+def test_a_group_that_can_not_be_reached_when_a_rate_is_set_gets_it_later(rates, monkeypatch):
+    rates.ensure(1)
+    write = Copies._write
+
+    def broken(copies, group, *arguments):
+        if group == 1:
+            raise tf.errors.UnavailableError(None, None, "the connection broke")
+        write(copies, group, *arguments)
+
+    for again in (rates.carried_on, rates.begin):  # After the next hold, or in the next epoch.
+        rate = 0.5 if again == rates.begin else 0.3
+        monkeypatch.setattr(Copies, "_write", broken)
+        set_rate(rates, rate)
+        np.testing.assert_allclose(rates_of(rates)[0], rate)
+        assert rates_of(rates)[1] != np.float32(rate)
+        monkeypatch.setattr(Copies, "_write", write)
+        again()
+        np.testing.assert_allclose(rates_of(rates), [rate, rate])
+
+
+@pytest.mark.parametrize("read", [0, "mean"])
+def test_who_looks_at_the_learning_rate_reads_nothing_else(make_copies, monkeypatch, read):
+    fetched = []
+
+    class Reader:
+        def __init__(self, like):
+            self._like = like
+
+        def __call__(self, handles):
+            fetched.append([variable.shape.num_elements() for variable in self._like])
+            return [
+                tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype).numpy()
+                for handle, variable in zip(handles, self._like, strict=True)
+            ]
+
+    monkeypatch.setattr(copies_of_groups, "PackedReader", Reader)
+    weights, rate = CopiedVariable(np.zeros([1000], np.float32)), CopiedVariable(0.1)
+    copies = make_copies([weights, rate], read=read, peeked=[rate])
+    copies.ensure(1)
+    for group, value in ((0, 0.5), (1, 0.7)):
+        for copy in copies.of(group):
+            copy.assign(np.full(copy.shape, value, np.float32))
+    groups, expected = (1, 0.5) if read == 0 else (2, 0.6)
+    np.testing.assert_allclose(rate.numpy(), expected)
+    assert fetched == [[1]] * groups
+    np.testing.assert_allclose(weights.numpy(), np.full([1000], expected))
+    assert fetched[groups:] == [[1000, 1]] * groups
+    # Nobody has assigned what was read.
+    copies.begin()
+    assert copies.assigned == [False, False]

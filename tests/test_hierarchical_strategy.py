@@ -10,6 +10,7 @@ from groups import (
     BETWEEN,
     CELLS,
     INSIDE,
+    RATE,
     RING_OF_3,
     WIDE,
     WORKERS,
@@ -21,10 +22,20 @@ from groups import (
     shards_of,
     with_slots,
 )
-from helpers import AtBatch, UntilAllGoOn, fits_until, only_stopped_ones_are_silent, told_losses
+from helpers import (
+    AtBatch,
+    UntilAllGoOn,
+    compiled,
+    fits_until,
+    mean_output,
+    only_stopped_ones_are_silent,
+    slope_model,
+    told_losses,
+)
 
 import tf_recsync as recsync
 from tf_recsync.cluster import processor_of
+from tf_recsync.synchronization.copies import Copies
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
 
@@ -333,16 +344,36 @@ def test_a_group_whose_server_is_away_is_done_without_from_one_epoch_to_the_next
     assert strategy.aggregation(model)[0].included > pushes
 
 
-def test_a_group_whose_server_dies_before_a_model_first_trains_joins_when_it_is_back(cluster):
+def test_a_group_whose_server_dies_before_a_model_first_trains_joins_with_the_central_copy(
+    cluster, monkeypatch
+):
+    make, began_with = Copies.make, []
+
+    def noted(copies, group, values):
+        if group == 1:
+            began_with.append(values[0].item())
+        make(copies, group, values)
+
+    monkeypatch.setattr(Copies, "make", noted)
     strategy = hierarchical(cluster, aggregation=INSIDE["sync"])
     recsync.testing.set_compute_time(strategy, 0.02)
-    model = line(strategy)
+    # Each step takes as much off the slope, which begins at 0; the central copy follows.
+    model = compiled(strategy, slope_model, lambda: recsync.optimizers.SGD(RATE), mean_output)
+    ones = tf.data.Dataset.from_tensors((tf.ones([BATCH, 1]), tf.ones([BATCH, 1])))
     cluster.kill("ps", 1)
-    model.fit(numbers(8), verbose=0)
-    assert strategy.worker_steps(model)[2:] == [0, 0]
-    assert sum(strategy.worker_steps(model)) == 8
-    cluster.restart("ps", 1)
-    fits_until(lambda: min(strategy.worker_steps(model)) > 0, model, numbers(24))
+    centers = []
+
+    class UntilItHasJoined(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            steps = strategy.worker_steps(model)
+            if not centers and steps[0] > 8 and strategy.sync_report(model).syncs[0] > 3:
+                assert steps[2:] == [0, 0]
+                centers.append(model.train_function.synchronizer.extras()["center"].item())
+                cluster.restart("ps", 1)
+            self.model.stop_training = bool(centers) and min(steps) > 0
+
+    model.fit(ones.repeat(10_000), verbose=0, callbacks=[UntilItHasJoined()])
+    assert began_with[0] <= centers[0] < 0
     assert all(report.included for report in strategy.aggregation(model))
 
 
@@ -383,6 +414,26 @@ def test_a_group_comes_back_that_has_lost_a_server_and_a_trainer_at_once(cluster
         callbacks=[AtBatch(12, kill), AtBatch(40, start), UntilAllGoOn(then)],
     )
     assert None not in strategy.copies(model)
+
+
+def test_the_staleness_of_rows_is_that_of_the_tables_of_all_groups(cluster):
+    # Without a server for tables, each group has a copy of them.
+    strategy = hierarchical(cluster, ps_per_group=2, sync_ps=2)
+    assert strategy.embedding_ps == ()
+    with strategy.scope():
+        layers = keras.layers
+        table = [keras.Input((), dtype="int64"), layers.Embedding(BATCH, 2), layers.Dense(1)]
+        model = keras.Sequential(table)
+        model.compile(with_slots(), "mse")
+    ids = strategy.distribute_datasets_from_function(
+        lambda context: tf.data.Dataset.from_tensors(
+            (np.arange(BATCH), np.ones([BATCH, 1]))
+        ).repeat(5)
+    )
+    model.fit(ids, verbose=0)
+    report = strategy.staleness(model)
+    # Each step of each of the trainers updates two dense variables and all rows.
+    assert (report.dense.count, report.rows.count) == (WORKERS * 5 * 2, WORKERS * 5 * BATCH)
 
 
 def test_all_shards_are_synchronized_while_nobody_trains(cluster):

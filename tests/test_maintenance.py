@@ -6,7 +6,17 @@ import keras
 import numpy as np
 import pytest
 from groups import ALONE, hierarchical, line, numbers
-from helpers import AtBatch, compiled, gated, numbered, sums, wait_until
+from helpers import (
+    AtBatch,
+    compiled,
+    fits_until,
+    gated,
+    held_back,
+    missing,
+    numbered,
+    sums,
+    wait_until,
+)
 
 import tf_recsync as recsync
 from tf_recsync import maintenance
@@ -220,6 +230,31 @@ def test_a_worker_that_is_restarted_before_training_and_at_the_end_of_epochs_tak
     assert all(member.is_there for member in strategy.members())
     if shadow:
         assert None not in strategy.copies(model)
+
+
+def test_a_trainer_keeps_its_copy_when_it_is_restarted_and_not_when_it_is_drained(cluster, caplog):
+    strategy = recsync.ShadowSyncStrategy(cluster, recsync.ModelAveraging(0.5))
+    recsync.testing.set_compute_time(strategy, 0.02)
+    model, window = line(strategy), Window(within_seconds=1e-6)
+
+    def request():
+        assert strategy.staleness(model).dense.count  # What each has counted by then is known.
+        window.request(Restart("worker", 2))
+
+    data = held_back(numbers(80), 40, lambda: window.report, each=0.5)
+    model.fit(data, verbose=0, callbacks=[AtBatch(8, request), window])
+    (restarted,) = window.report
+    assert (restarted.moment, restarted.is_back) == ("limit", True)
+    assert "goes on with the parameters of" not in caplog.text
+    # Each step of two weights is counted once, also those before the restart.
+    steps = strategy.sync_report(model).steps
+    assert strategy.staleness(model).dense.count == 2 * steps >= 2 * 80
+    window.request(Drain(worker=3))
+    model.fit(numbers(20), verbose=0, callbacks=[window])
+    assert missing(strategy.copies(model)) == [3]
+    cluster.restart("worker", 3)
+    fits_until(lambda: strategy.worker_steps(model)[3] > 0, model, numbers(40))
+    assert "Worker 3 goes on with the parameters of the others" in caplog.text
 
 
 def test_an_event_that_fails_ends_fit_with_an_error_that_names_it(cluster):

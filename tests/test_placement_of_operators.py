@@ -10,6 +10,7 @@ from helpers import AtBatch, live_operations, mean_output, slope_model, wait_for
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD, Adagrad, Adam, SwapAdagrad
+from tf_recsync.strategies.operators import Operators
 from tf_recsync.synchronization.units import by_weights, units_of
 
 WIDTH, BATCH = 6, 16
@@ -632,6 +633,42 @@ def test_an_operator_plan_says_where_layers_run_and_where_the_others_have_their_
     # The trainer is one of the places; the other products are those of gradients.
     products = [op for op in operations(graph_of_step(model)) if op.type == "MatMul"]
     assert len({op.device for op in products}) == 3
+
+
+def test_models_that_share_a_layer_have_its_weights_where_each_of_them_places_it(
+    cluster, monkeypatch
+):
+    def build():
+        inputs, shared = keras.Input((WIDTH,)), keras.layers.Dense(8, "relu", name="shared")
+        heads = [keras.layers.Dense(1, name=f"head_{i}") for i in range(2)]
+        return [keras.Model(inputs, head(shared(inputs))) for head in heads]
+
+    def fit(models):
+        for model, size in zip([*models, models[0]], (16, 16, 8), strict=True):
+            # With batches of another size, the first model's steps are traced anew.
+            data = tf.data.Dataset.from_tensor_slices(examples(3)).batch(size, drop_remainder=True)
+            model.fit(data, verbose=0)
+        return [model.get_weights() for model in models]
+
+    # The first one has it run on the trainer, and its weights on the first server.
+    plans = [{"shared": None, "head_0": 0}, {"shared": 1, "head_1": 1}]
+    monkeypatch.setattr(Operators, "searched", lambda self, model, batches: plans.pop(0))
+    strategy = alone(cluster, "auto")
+    with strategy.scope():
+        models = build()
+        for model in models:
+            model.compile(Adagrad(0.05), "mse")
+    local = build()
+    for model, other in zip(local, models, strict=True):
+        model.compile(Adagrad(0.05), "mse")
+        model.set_weights(other.get_weights())
+    for found, expected in zip(fit(models), fit(local), strict=True):
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    for number, model in enumerate(models):
+        (handle, *_) = model.train_function.synchronizer.copies.handles(0)
+        assert f"/task:{number}/" in handle.device
+    assert not plans
 
 
 def test_a_plan_for_groups_of_another_size_is_refused(cluster):

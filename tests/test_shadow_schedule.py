@@ -1,11 +1,19 @@
 """When ShadowSync synchronizes, and what that costs: intervals, rates, slow sync PSs, threads."""
 
+import contextlib
+import time
+import types
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import wait_until
 
 import tf_recsync as recsync
+from tf_recsync.synchronization import shadow
+from tf_recsync.synchronization.arrangement import hierarchical
+from tf_recsync.synchronization.loops import RETRY_SECONDS
 from tf_recsync.synchronization.shadow_trainers import Trainers
 
 TRAINERS, BATCH, WIDTH = 2, 4, 3
@@ -175,3 +183,82 @@ def test_threads_share_the_optimizers_state(cluster):
         # A squared gradient of 1 for each update; one in a while may be lost in a race.
         assert accumulated.max() <= start + version + 1e-3
         assert accumulated.min() >= start + 0.9 * version
+
+
+class PlayedTrainers:
+    """Two groups on no servers: their synchronizations are noted, and take a moment."""
+
+    shards, elements = [0], WIDTH
+
+    def __init__(self, *arguments):
+        self.there, self.synced = [0, 1], []
+
+    def begin(self):
+        pass
+
+    def open(self, group):
+        return True
+
+    def sync(self, members, shard, turns):
+        self.synced += members
+        time.sleep(0.01)
+        return 1, 0.01
+
+    def sync_ps_bytes(self):
+        return 0
+
+
+@pytest.fixture
+def loops(monkeypatch):
+    """What synchronizes two groups of a trainer and a server each, and has begun to."""
+    monkeypatch.setattr(shadow, "Trainers", PlayedTrainers)
+    synchronizer = shadow.ShadowSynchronizer(
+        recsync.EASGD(0.3),
+        recsync.Shadow(),
+        types.SimpleNamespace(dispatch_scope=contextlib.nullcontext),
+        hierarchical(2, 1, 1, workers=2, ps=3, sync_ps=1),
+        types.SimpleNamespace(there=[0, 1], is_of_earlier_life=lambda group: False),
+        1,
+        [],
+        1,
+        dict,
+    )
+    synchronizer.begin()
+    synchronizer.carry_on()
+    synced = synchronizer._trainers.synced
+    assert wait_until(lambda: {*synced} == {0, 1}, 60)
+    yield synchronizer
+    synchronizer.end()
+
+
+def test_the_loop_of_a_group_without_trainers_rests_until_one_is_back(loops, monkeypatch):
+    trains, turns = shadow.ShadowSynchronizer._trains, []
+
+    def counted(synchronizer, group):
+        turns.append(group)
+        return trains(synchronizer, group)
+
+    monkeypatch.setattr(shadow.ShadowSynchronizer, "_trains", counted)
+    loops.lose(1)
+    began, first = time.monotonic(), turns.count(1)
+    time.sleep(1.0)
+    # It looks again after each rest; one turn may have begun before.
+    most = (time.monotonic() - began) / RETRY_SECONDS + 2
+    assert turns.count(1) - first <= most
+    synced = loops._trainers.synced
+    before = synced.count(1)
+    loops.open(1)
+    assert wait_until(lambda: synced.count(1) > before, 60)
+
+
+def test_synchronization_goes_on_when_threads_that_all_had_nothing_to_do_train_again(loops):
+    synced = loops._trainers.synced
+    for thread in range(2):
+        loops.leave(thread)
+    before = len(synced)
+    loops.carry_on()  # As when one of them begins a call,
+    time.sleep(0.5)
+    assert len(synced) <= before + 2  # Those that were about to begin when the last one left.
+    before = len(synced)
+    with loops.training(0):  # and before its first step.
+        assert wait_until(lambda: len(synced) > before + 2, 60)

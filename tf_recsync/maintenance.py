@@ -89,7 +89,7 @@ class Restart:
 class Drain:
     """A worker takes no more batches, and its process ends; the others go on without it.
 
-    When it is started again, it takes part again.
+    When it is started again, it takes part again, as a worker does that was lost.
 
     Args:
         worker: its task index.
@@ -166,11 +166,11 @@ class Window(keras.callbacks.Callback):
 
     Nothing is lost by that. Steps in flight end before, and what servers hold back of a global
     batch is applied, as at the end of an epoch. A group of a `HierarchicalStrategy` whose server
-    is restarted, or a worker that holds its copy itself, goes on with its own parameters and
-    optimizer state, which this process keeps meanwhile, and with the batches that its workers
-    have. Only a worker that ends in the middle of a pass over the data takes those batches with
-    it that it had fetched ahead, six at most: at the end of a pass there are none. What
-    was lost `strategy.losses(model)` counts.
+    is restarted, or a worker that is restarted and holds its copy itself, goes on with its own
+    parameters and optimizer state, which this process keeps meanwhile, and with the batches that
+    its workers have. Only a worker that ends in the middle of a pass over the data takes those
+    batches with it that it had fetched ahead, six at most: at the end of a pass there are none.
+    What was lost `strategy.losses(model)` counts.
 
     If an event fails, `fit` ends with an error that names it. Those after it stay requested, for
     the next `fit`; request the one that failed again.
@@ -267,8 +267,10 @@ class Window(keras.callbacks.Callback):
             with function.interrupted(), strategy.cluster.dispatch_scope():
                 servers = [event.server for event, _ in due]
                 workers = [index for job, index in servers if job == "worker"]
+                # What a worker has that is drained would be old when it is back.
+                restarted = {event.server for event, _ in due if isinstance(event, Restart)}
                 for group in strategy.arrangement.groups:
-                    if set(group.holders).intersection(servers):
+                    if restarted.intersection(group.holders):
                         function.put_aside(group.index, workers)
                 for entry in due:
                     event, _ = entry

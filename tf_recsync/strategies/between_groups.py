@@ -264,5 +264,5 @@ def _counters_among(copies: Copies, model: keras.Model) -> list[int]:
 
     All pieces of a variable are pushed together: the first one's stand for it.
     """
-    states = [s for o in optimizers_of(model) for s in o.states if not s.is_table]
+    states = [s for o in optimizers_of(model) for s in o.states if is_copied(s.variable)]
     return [copies.places(state.counters._value)[0] for state in states]

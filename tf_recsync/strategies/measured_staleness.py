@@ -27,19 +27,25 @@ def measured_staleness(model: keras.Model, mode: Mode, pushes_gradients: bool) -
         parts = base.parts_of(getattr(model, "optimizer", None))
     states = [state for one in parts for state in getattr(one, "states", ())]
     states = [s for s in states if pushes_gradients or not is_copied(s.variable)]
-    dense = [state for state in states if not state.is_table]
+    copied = [state for state in states if is_copied(state.variable)]
     function = getattr(model, "train_function", None)
     synchronizer = getattr(function, "synchronizer", None)
     found: dict[int, list[np.ndarray]] = {}  # By the variables' ids: two may have one path.
     for state in states:
         # Groups count what is applied to their copies themselves.
-        if state.is_table or synchronizer is None or not is_copied(state.variable):
+        if synchronizer is None or not is_copied(state.variable):
             found[id(state.variable)] = [fetch(state.counters._value.read_value())]
     for counts in [] if synchronizer is None else synchronizer.counted():
-        for state, counters in zip(dense, counts, strict=True):
+        for state, counters in zip(copied, counts, strict=True):
             found.setdefault(id(state.variable), []).append(counters)
+
     of = staleness.Statistics.from_counters
-    collected = of([c for s in dense for c in found.get(id(s.variable), [])])
+
+    def counted(is_table: bool) -> staleness.Statistics:
+        own = [found.get(id(s.variable), []) for s in states if s.is_table == is_table]
+        return of([counters for of_one in own for counters in of_one])
+
+    collected = counted(is_table=False)
     if mode.uses_buffers:
         # Buffers know how stale pushes are, and variables how many updates were left out.
         left_out = np.zeros([staleness.COUNTERS], np.int64)
@@ -52,6 +58,6 @@ def measured_staleness(model: keras.Model, mode: Mode, pushes_gradients: bool) -
         by_path.setdefault(state.variable.path, []).extend(found.get(id(state.variable), []))
     return staleness.Report(
         dense=collected,
-        rows=of([c for s in states if s.is_table for c in found[id(s.variable)]]),
+        rows=counted(is_table=True),
         variables={path: of(counters) for path, counters in by_path.items() if counters},
     )

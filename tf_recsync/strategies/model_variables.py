@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import uuid
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -177,6 +177,7 @@ class OnServers:
         pieces: of what servers have pieces of, by the ids of the variables that users see.
         plan: that says where layers run; None before that is decided, and where none does.
         batches: that the model trains on.
+        shards: of what groups have copies of, as `Copies.shards`, once there are copies.
     """
 
     def __init__(
@@ -189,11 +190,13 @@ class OnServers:
         self.plan: OperatorPlan | None = None
         self.batches = Batches(size=batch_size)
         self.pieces: dict[int, Pieces] = {}
+        self.shards: Mapping[int, int] = {}
         self._operators = operators or Operators()
         self._divided: tuple[DividedLayer, ...] = ()
         self._name = f"feedback_{uuid.uuid4().hex}"
         self._is_placed = False
         self._placed: list[tuple[Unit, int]] = []
+        self._homes: list[tuple[Unit, int]] = []  # Of these, and of those that are pulled.
         self._followers: tuple[keras.Operation, ...] = ()
         self._unseeded = generator_of_steps()
         self._warned: set[str] = set()  # Of these variables, by their paths.
@@ -216,9 +219,13 @@ class OnServers:
             ValueError: if the placement does not fit the model, or there is nothing to compress.
         """
         placement, compression = self._operators.placement, self._operators.compression
-        if placement == "trainers" or self._is_placed:
+        if placement == "trainers":
             return
         states = [state for optimizer in self.optimizers for state in optimizer.states]
+        if self._is_placed:
+            # Another model that shares layers may have been placed since.
+            place_variables(self._homes, states)
+            return
         apart = [state.variable for state in states if state.is_table]
         apart += [variable for variable in self._model.variables if not is_copied(variable)]
         units = units_of(self._model, apart)
@@ -246,7 +253,8 @@ class OnServers:
         homes = {} if self.plan is None else self.plan.weights
         on_trainers = [unit for unit in units if all(unit is not other for other, _ in found)]
         pulled = [(unit, homes[unit.path]) for unit in on_trainers if unit.path in homes]
-        place_variables([*pulled, *self._placed], states)
+        self._homes = [*pulled, *self._placed]
+        place_variables(self._homes, states)
         self._is_placed = True
 
     def _decided(self, units: Sequence[Unit], servers: int) -> list[tuple[Unit, int | How]]:
@@ -295,7 +303,9 @@ class OnServers:
             logged: the variables of what it returns besides metrics.
         """
         placed = self._placed_layers(group)
-        found = Layout.of(self._model, self.optimizers, group, placed, logged, self._unseeded)
+        found = Layout.of(
+            self._model, self.optimizers, group, placed, logged, self._unseeded, self.shards
+        )
         self._warn_of_moved(found.shared)
         return found
 

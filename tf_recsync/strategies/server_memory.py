@@ -80,9 +80,11 @@ def memory_of(model: keras.Model, cluster: Cluster, arrangement: Arrangement) ->
     # Of what servers have pieces of, these; they are known when the model has trained.
     synchronizer = getattr(getattr(model, "train_function", None), "synchronizer", None)
     copied = copied_variables(model) if synchronizer is None else synchronizer.copies.variables
+    shards = {} if synchronizer is None else synchronizer.copies.shards
     for value in copied:
+        shard = shards.get(id(value), value.shard)
         for group in arrangement.groups:
-            counted[group.holders[value.shard]][kinds.get(id(value), "dense")] += _size(value)
+            counted[group.holders[shard]][kinds.get(id(value), "dense")] += _size(value)
     for server in arrangement.sync_ps:
         # The central copy, of float32.
         elements = sum(math.prod(v.shape) for v in model.trainable_variables if is_copied(v))

@@ -395,6 +395,7 @@ class TrainFunction(Steps):
                 self.watched,
                 self._variables.pieces,
             )
+            self._variables.shards = copies.shards
             self.synchronizer = self._make_synchronizer(copies)
             self.synchronizer.tell_of_syncs(self._note_sync, lambda: self.is_recorded)
             if self._before is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -84,18 +85,21 @@ def is_copied(variable: keras.Variable) -> bool:
     return isinstance(variable._value, CopiedVariable)
 
 
-def device_for(variable: keras.Variable, group: Group | None) -> str:
+def device_for(variable: keras.Variable, group: Group | None, shards: Mapping[int, int]) -> str:
     """The device that holds a variable for a group, whatever scope Keras is in.
 
     Args:
         variable: any of the model's or its optimizer's.
         group: whose trainers ask; None where no variable is copied.
+        shards: those of the model's copies, as `Copies.shards`.
 
     Returns:
         Its device; "" for where the step runs that asks.
     """
     value = variable._value
-    return group.device(value.shard) if is_copied(variable) else value.device
+    if not is_copied(variable):
+        return value.device
+    return group.device(shards.get(id(value), value.shard))
 
 
 class Copies:
@@ -116,6 +120,8 @@ class Copies:
         seen: what users see of the variables.
         variables: the same, but for those of which servers have pieces: there are these in
             their place.
+        shards: the number of the holder of each of these, by its id. Another model that shares
+            layers may place their variables elsewhere: these copies stay where they are.
     """
 
     def __init__(
@@ -147,6 +153,8 @@ class Copies:
         self._lives: dict[int, list[tuple[int, int]]] = {}
         # What groups begin with that have none yet, if it is not what users see.
         self._loaded: dict[int, list[np.ndarray]] = {}
+        # What was assigned since somebody began to read what a group's copies are made of.
+        self._owed: dict[int, list[np.ndarray | None]] = {}
         self._shown: list[np.ndarray] = []  # What users see, as far as is known.
         # The copies of a checkpoint of other groups, whose mean is loaded.
         self._merged: list[Sequence[np.ndarray]] = []
@@ -156,11 +164,13 @@ class Copies:
         # Ids of what users have assigned, which copies take over when they are trained again.
         self._kept: set[int] = set()
         self._listen()
-        # The variables of each shard, by their numbers, and what reads them.
+        self.shards = {id(variable): variable.shard for variable in self.variables}
+        # The variables of each shard, by their numbers.
         self._shards: list[list[int]] = [[] for _ in range(len(groups[0].holders))]
         for i, variable in enumerate(self.variables):
             self._shards[variable.shard].append(i)
-        self._readers = [PackedReader([self.variables[i] for i in shard]) for shard in self._shards]
+        looked_at = [variable for variable in self.seen if id(variable) in self._peeked]
+        self._looked_at = [i for variable in looked_at for i in self.places(variable)]
 
     def whole(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """What users see of values of `variables`, or of the first of them."""
@@ -248,8 +258,16 @@ class Copies:
             return []  # Nothing is lost with a holder.
         return [self._cluster.life(job, index) for job, index in self.groups[group].holders]
 
+    def will_make(self, group: int) -> None:
+        """Somebody begins to read what a group's copies are made of.
+
+        When they are made, they get what is assigned from now on, too.
+        """
+        with self._lock:
+            self._owed[group] = [None] * len(self.variables)
+
     def make(self, group: int, values: Sequence[np.ndarray]) -> None:
-        """Makes a group's copies anew, with these values."""
+        """Makes a group's copies anew, with these values; see `will_make`."""
         lives = self._lives_of(group)
         made: list[tf.Variable] = [None] * len(self.variables)
         for shard, (job, index) in zip(self._shards, self.groups[group].holders, strict=True):
@@ -258,9 +276,15 @@ class Copies:
                     value, shape = on_worker(values[i]), self.variables[i].shape
                     # No variable of the strategy, in whose scope this may be.
                     made[i] = ResourceVariable(value, trainable=False, shape=shape)
-        with self._lock:
-            self._copies[group] = made
-            self._lives[group] = lives
+        while True:
+            with self._lock:
+                owed = self._owed.pop(group, [])
+                if all(value is None for value in owed):
+                    self._copies[group] = made
+                    self._lives[group] = lives
+                    return
+                self.will_make(group)
+            self._write(group, made, owed)
 
     def drop(self, group: int) -> None:
         """Forgets the copies of a group, one of whose holders is lost."""
@@ -278,16 +302,17 @@ class Copies:
             self._loaded[group] = values
         self.drop(group)
 
-    def values(self, group: int) -> list[np.ndarray]:
-        """A group's copies."""
+    def values(self, group: int, numbers: Sequence[int] | None = None) -> list[np.ndarray]:
+        """A group's copies: of all variables, or of those with these numbers, in their order."""
         handles = self.handles(group)
-        found: list[np.ndarray] = [None] * len(handles)
+        numbers = range(len(handles)) if numbers is None else numbers
+        wanted, found = set(numbers), {}
         with self._cluster.dispatch_scope():
-            for shard, reader in zip(self._shards, self._readers, strict=True):
-                read = reader([handles[i] for i in shard])
-                for i, value in zip(shard, read, strict=True):
-                    found[i] = value
-        return found
+            for shard in self._shards:
+                own = [i for i in shard if i in wanted]
+                read = PackedReader([self.variables[i] for i in own])([handles[i] for i in own])
+                found.update(zip(own, read, strict=True))
+        return [found[i] for i in numbers]
 
     def all_values(self) -> dict[int, list[np.ndarray]]:
         """The copies by group, of those that have some or will begin with some: as they go on.
@@ -354,12 +379,12 @@ class Copies:
         shown = self.current()
         with self._reading, self._lock:
             self.assigned = [False] * len(shown)
-            if self._copies or self._loaded:
+            if self._copies or self._loaded or self._owed:
                 assigned = self._assigned(shown)
                 self.assigned = [value is not None for value in assigned]
                 for group in self._copies:
                     self._assign(group, assigned)
-                for values in self._loaded.values():
+                for values in (*self._loaded.values(), *self._owed.values()):
                     for i, value in enumerate(assigned):
                         values[i] = values[i] if value is None else value
                 if self._merged:  # Not earlier: it may fail, and is called again then.
@@ -426,6 +451,7 @@ class Copies:
             if group in self._copies:
                 return
             values = self._loaded.get(group, self._shown)
+            self.will_make(group)
         self.make(group, values)
         with self._lock:
             self._loaded.pop(group, None)
@@ -447,9 +473,10 @@ class Copies:
             return
         self._stale = True
         self._listen()  # Another model that has a layer, too, may have been trained meanwhile.
+        peek = functools.partial(self._peek, self._looked_at)
         for variable in self.seen:
             is_peeked = id(variable) in self._peeked
-            variable.before_read = self._peek if is_peeked else self.refresh
+            variable.before_read = peek if is_peeked else self.refresh
 
     def carried_on(self) -> None:
         """The copies are trained again after users have seen them, with what these have assigned
@@ -472,13 +499,19 @@ class Copies:
                     (place,) = self.places(variable)
                     values[place] = fetch(variable.read_value())
                     with self._lock:
-                        for waiting in (self._shown, *self._loaded.values()):
-                            waiting[place] = values[place]
+                        waiting = (self._shown, *self._loaded.values(), *self._owed.values())
+                        for some in waiting:
+                            some[place] = values[place]
+            have_all = True
             for group in self.there:
-                # One that is lost its own threads find out.
-                with contextlib.suppress(tf.errors.OpError, KeyError):
+                try:
                     self._assign(group, values)
-        self._kept.difference_update(map(id, due))
+                except (tf.errors.OpError, KeyError):
+                    # One that is lost its own threads find out; if only the connection broke, it
+                    # gets them the next time.
+                    have_all = False
+        if have_all:
+            self._kept.difference_update(map(id, due))
 
     def settled(self) -> None:
         """Nobody trains the copies any more; after one more refresh nothing changes."""
@@ -516,46 +549,59 @@ class Copies:
         self._peek()
         self._is_held = is_held
 
-    def _peek(self) -> None:
-        """Writes what the copies come to, which may be trained meanwhile, into what users see."""
+    def _peek(self, numbers: Sequence[int] | None = None) -> None:
+        """Writes what the copies come to, which may be trained meanwhile, into what users see.
+
+        Args:
+            numbers: those of all pieces of some variables, which alone are read; others may be
+                large. Default None: all.
+        """
         if _refreshing.active:
             return
         with self._reading, _refreshing(), self._watched():
-            found = self._combined()
+            found = self._combined(numbers)
             if found is not None:
                 with self._lock:
-                    self._show(found)
+                    self._show(found, numbers)
 
-    def _show(self, values: list[np.ndarray]) -> None:
-        for variable, value in zip(self.seen, self.whole(values), strict=True):
-            if id(variable) in self._kept:
-                continue
-            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
-        self._shown = values
+    def _show(self, values: list[np.ndarray], numbers: Sequence[int] | None = None) -> None:
+        every = range(len(self.variables))
+        new = dict(zip(every if numbers is None else numbers, values, strict=True))
+        self._shown = [new[i] if i in new else self._shown[i] for i in every]
+        first = 0
+        for variable, pieces in zip(self.seen, self._pieces, strict=True):
+            own = every[first : first + len(pieces.variables)]
+            first += len(own)
+            if id(variable) not in self._kept and own[0] in new:
+                value = pieces.join([new[i] for i in own])
+                tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
 
-    def _combined(self) -> list[np.ndarray] | None:
-        """What the copies come to; None if nobody answers."""
+    def _combined(self, numbers: Sequence[int] | None = None) -> list[np.ndarray] | None:
+        """What the copies of some variables come to, or of all; None if nobody answers."""
         groups = self.there
 
         def answers(asked: Sequence[int]):
             for group in asked:
                 # One that is lost its own threads find out.
                 with contextlib.suppress(tf.errors.OpError, KeyError):
-                    yield self.values(group)
+                    yield self.values(group, numbers)
 
         if self._read in groups:
-            found = self.mean(answers([self._read]))
+            found = self.mean(answers([self._read]), numbers)
             if found is not None:
                 return found
             groups.remove(self._read)
-        return self.mean(answers(groups))
+        return self.mean(answers(groups), numbers)
 
-    def mean(self, copies: Iterable[Sequence[np.ndarray]]) -> list[np.ndarray] | None:
+    def mean(
+        self, copies: Iterable[Sequence[np.ndarray]], numbers: Sequence[int] | None = None
+    ) -> list[np.ndarray] | None:
         """The mean; of whole numbers, which have none, the largest of a count (a scalar) and else
         the first. None of no copies.
 
         Tables that copies share have been trained by the one that has counted the most steps.
         """
+        variables = self.variables if numbers is None else [self.variables[i] for i in numbers]
         sums: list[np.ndarray] = []
         count = 0
         for values in copies:
@@ -563,10 +609,10 @@ class Copies:
             if not sums:
                 sums = [
                     np.array(value, np.float64) if variable.dtype.is_floating else value
-                    for variable, value in zip(self.variables, values, strict=True)
+                    for variable, value in zip(variables, values, strict=True)
                 ]
                 continue
-            for i, (variable, value) in enumerate(zip(self.variables, values, strict=True)):
+            for i, (variable, value) in enumerate(zip(variables, values, strict=True)):
                 if variable.dtype.is_floating:
                     sums[i] += value
                 elif variable.dtype.is_integer and value.shape == ():
@@ -577,11 +623,15 @@ class Copies:
             np.asarray(value / count, variable.dtype.as_numpy_dtype)
             if variable.dtype.is_floating
             else value
-            for variable, value in zip(self.variables, sums, strict=True)
+            for variable, value in zip(variables, sums, strict=True)
         ]
 
     def _assign(self, group: int, values: Sequence[np.ndarray | None]) -> None:
-        copies = self._copies[group]
+        self._write(group, self._copies[group], values)
+
+    def _write(
+        self, group: int, copies: Sequence[tf.Variable], values: Sequence[np.ndarray | None]
+    ) -> None:
         for shard, (job, index) in zip(self._shards, self.groups[group].holders, strict=True):
             with at(self._cluster, index, job):
                 for i in shard:

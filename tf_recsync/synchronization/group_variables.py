@@ -24,12 +24,13 @@ class GroupVariables:
     def __init__(self, group: Group, copies: Copies | None = None):
         self.group = group
         self._copies = copies
+        self._shards = {} if copies is None else copies.shards
         known = [] if copies is None else copies.variables
         self._numbers = {id(variable): i for i, variable in enumerate(known)}
 
     def device(self, variable: keras.Variable) -> str:
         """The device that holds the group's; "" for where a step runs."""
-        return device_for(variable, self.group)
+        return device_for(variable, self.group, self._shards)
 
     def own(self, variable: keras.Variable) -> tf.Variable:
         """The group's own, to be read and assigned; it has to have one."""

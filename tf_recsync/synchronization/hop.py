@@ -278,6 +278,7 @@ class ExchangeSynchronizer(Synchronizer):
     def _load_mean(self, group: int, others: Sequence[int]) -> list[int]:
         """Gives a group the mean of others' parameters; returns whose."""
         taken = {}
+        self.copies.will_make(group)
         for other in others:
             # One that is gone as well, its own thread will find out.
             with contextlib.suppress(tf.errors.OpError, KeyError):

@@ -104,7 +104,8 @@ class Placed:
         worker: tf.Tensor,
     ):
         self._layers = layers
-        self._servers = set(layers.devices.values())
+        # Some only run layers without weights.
+        self._servers = {*layers.devices.values(), *(device for _, device in layers.layers)}
         self._states = {id(state.variable): state for state in states}
         self.variables = [v for v in variables if id(v) in layers.devices]
         self.trained = [v for v in self.variables if id(v) in self._states]

@@ -52,6 +52,7 @@ class Layout:
         unseeded: from what steps draw that have no seed; its state is private. None: from
             Keras's own generator.
         unread: counts the steps of an optimizer that has those as its parts.
+        shards: of what groups have copies of, as `Copies.shards`.
     """
 
     optimizers: tuple[base.Optimizer, ...]
@@ -63,10 +64,11 @@ class Layout:
     placed: PlacedLayers = NO_LAYERS
     unseeded: keras.random.SeedGenerator | None = None
     unread: tuple[keras.Variable, ...] = ()
+    shards: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def device(self, variable: keras.Variable) -> str:
         """The device that holds a variable; "" for where the step runs."""
-        return device_for(variable, self.group)
+        return device_for(variable, self.group, self.shards)
 
     @property
     def dense_variables(self) -> list[keras.Variable]:
@@ -96,6 +98,7 @@ class Layout:
         placed: PlacedLayers = NO_LAYERS,
         logged: Sequence[keras.Variable] = (),
         unseeded: keras.random.SeedGenerator | None = None,
+        shards: Mapping[int, int] | None = None,
     ) -> Layout:
         """The layout of a built model.
 
@@ -107,7 +110,9 @@ class Layout:
             placed: see above.
             logged: variables that steps assign for the worker besides metrics.
             unseeded: see above.
+            shards: see above; none by default.
         """
+        shards = shards or {}
         states = {id(s.variable): s for o in optimizers for s in o.states}
         divided = placed.divided_states
         dense: dict[str, list[base.VariableState]] = {}
@@ -134,7 +139,7 @@ class Layout:
                 tables.append(state)
             else:
                 for one in divided.get(id(variable), [state]):
-                    dense.setdefault(device_for(one.variable, group), []).append(one)
+                    dense.setdefault(device_for(one.variable, group, shards), []).append(one)
         private += [] if unseeded is None else [unseeded.state]
         known = {id(v) for v in private}
         shared = [v for v in shared if id(v) not in known]
@@ -142,7 +147,9 @@ class Layout:
         whole = getattr(model, "optimizer", None)
         is_divided = bool(optimizers) and all(whole is not part for part in optimizers)
         unread = (whole._iterations,) if is_divided else ()
-        return cls(optimizers, dense, tables, shared, private, group, placed, unseeded, unread)
+        return cls(
+            optimizers, dense, tables, shared, private, group, placed, unseeded, unread, shards
+        )
 
 
 class Ahead:

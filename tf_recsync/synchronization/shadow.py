@@ -132,7 +132,7 @@ class ShadowSynchronizer(Synchronizer):
         self._trainers.put_aside(group)
 
     def leave(self, thread: int) -> None:
-        """A thread has nothing to do at the moment; loops end with the last one."""
+        """A thread has nothing to do at the moment; when none has, loops wait."""
         self._gate.leave(thread)
         with self._loops.lock:
             self._away.add(thread)
@@ -229,7 +229,9 @@ class ShadowSynchronizer(Synchronizer):
     def training(self, thread: int) -> Iterator[None]:
         """Inside, a thread trains."""
         with self._loops.lock:
-            self._away.discard(thread)
+            if thread in self._away:
+                self._away.discard(thread)
+                self._loops.notify()
         if isinstance(self._schedule, Shadow) or self._is_central:
             yield
             return
@@ -294,8 +296,6 @@ class ShadowSynchronizer(Synchronizer):
         while self._wait_until_due(key):
             began = time.monotonic()
             self._due[key] = began + interval
-            if group != _ALL and group not in self._trainers.there:
-                return
             if is_foreground:
                 self._gate.close_for(lambda: self._sync_shards(group))
                 # Between those that take longer than the interval, too, threads train.
@@ -305,20 +305,25 @@ class ShadowSynchronizer(Synchronizer):
             elif group == _ALL or self._trains(group):
                 is_recorded = self._counts.is_recorded()
                 self._sync_surely(group, shard, None if is_recorded else self._turns)
+            else:
+                self._loops.rest()  # Until one of its trainers is back.
 
     def _trains(self, group: int) -> bool:
-        """Whether a group has trainers left; if not, its copy would hold the others back."""
+        """Whether a group is there, and has trainers; if not, its copy would hold others back."""
         with self._loops.lock:
-            return not self._lost.issuperset(self._arrangement.groups[group].trainers)
+            is_left = not self._lost.issuperset(self._arrangement.groups[group].trainers)
+        return is_left and group in self._trainers.there
 
     def _wait_until_due(self, key: _Key) -> bool:
-        """Whether a loop's next synchronization is due; False if it is to end."""
+        """Waits until a loop's next synchronization is due, and somebody trains; False: it ends."""
+        everybody = self._arrangement.trainers * self._threads
 
         def is_over() -> bool:
-            everybody = self._arrangement.trainers * self._threads
-            return not self._loops.goes_on(key) or len(self._away) == everybody
+            return not self._loops.goes_on(key)
 
-        return not self._loops.wait(is_over, self._due[key] - time.monotonic())
+        if not self._loops.wait(is_over, self._due[key] - time.monotonic()):
+            self._loops.wait(lambda: is_over() or len(self._away) < everybody)
+        return self._loops.goes_on(key)
 
     def _may_try_again(self, group: int, error: tf.errors.OpError, failures: int) -> bool:
         """Whether a synchronization that failed, for so many times in a row, is made again."""

@@ -554,6 +554,7 @@ class Trainers:
         """A lost group begins with the mean of the others, or with what users see."""
         with self._lock:
             others = list(self._there)
+        self.copies.will_make(group)
         taken = []
         for other in others:
             # One that is lost its own threads find out.

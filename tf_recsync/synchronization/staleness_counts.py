@@ -29,9 +29,13 @@ class StalenessCounts:
         self._counted_before: list[list[np.ndarray]] = []
 
     def lost(self, group: int) -> None:
-        """The copy of a group is gone, and dropped."""
+        """The copy of a group is gone, and dropped.
+
+        If its values are kept here, it goes on with them, and with what they have counted.
+        """
+        is_kept = self._copies.is_loaded(group)
         with self._lock:
-            if group in self._counted:
+            if group in self._counted and not is_kept:
                 self._counted_before.append(self._counted.pop(group))
 
     def begin(self, values: list[np.ndarray]) -> None:
@@ -50,9 +54,9 @@ class StalenessCounts:
             copy = self._copies.of(group)
             # One that is lost its own threads find out.
             with contextlib.suppress(tf.errors.OpError, KeyError):
-                values = self._copies.values(group)
+                values = self._copies.values(group, self._counters)
                 with self._lock:
                     if copy is self._copies.of(group):
-                        self._counted[group] = [values[i] for i in self._counters]
+                        self._counted[group] = values
         with self._lock:
             return [*self._counted_before, *self._counted.values()]

@@ -176,7 +176,8 @@ class Synchronizer(Crew):
             self._ensure_group(group.index)
 
     def _begin_without(self, group: int) -> None:
-        """An epoch begins whose others do not wait for a group."""
+        """An epoch begins whose others do not wait for a group: it joins as one that was lost."""
+        self.lose_group(group)
 
     def carry_on(self) -> None:
         """All workers are open, and one of them is about to train."""
