@@ -283,6 +283,38 @@ def test_what_is_assigned_all_workers_take_over(cluster):
     assert np.shape(total) == np.shape(after[0][-1])
 
 
+def two_layers(cluster, frozen=()):
+    """A strategy, and a model of two layers of the same shapes, with some of them frozen."""
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
+    with strategy.scope():
+        layers = [keras.layers.Dense(WIDTH) for _ in range(2)]
+        model = keras.Sequential([keras.layers.Input((WIDTH,)), *layers])
+        for number in frozen:
+            layers[number].trainable = False
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    return strategy, model
+
+
+def test_a_layer_that_is_frozen_between_two_fits_stays_as_it_is(cluster):
+    strategy, model = two_layers(cluster)
+    x = np.random.default_rng(0).normal(size=(2 * WORKERS * BATCH, WIDTH)).astype(np.float32)
+    data = tf.data.Dataset.from_tensor_slices((x, 2 * x))
+    model.fit(data.batch(BATCH, drop_remainder=True), verbose=0)
+    before = strategy.copies(model)
+    model.layers[0].trainable = False
+    # Batches of another shape: the step is traced again.
+    model.fit(data.batch(BATCH // 2, drop_remainder=True), verbose=0)
+    trained = strategy.copies(model)
+    model.layers[0].trainable = True
+    after = strategy.copies(model)
+    for worker in range(WORKERS):
+        for was, now in zip(before[worker][:2], after[worker][:2], strict=True):
+            np.testing.assert_array_equal(now, was)
+        assert not np.array_equal(after[worker][2], before[worker][2])
+        for now, told in zip(after[worker][2:], trained[worker], strict=True):
+            np.testing.assert_array_equal(told, now)
+
+
 def test_steps_per_epoch_splits_a_run_and_iterations_go_on(cluster):
     steps = 6 * WORKERS
     x, y = labelled(4 * steps * BATCH)

@@ -73,7 +73,7 @@ class CopiedStrategy(FitStrategy):
         if synchronizer is None or not synchronizer.copies.has_any:
             return [[np.asarray(v) for v in copied]] * len(self._arrangement.groups)
         with self._guard.watched():
-            return synchronizer.copies.by_group(len(copied))
+            return synchronizer.copies.by_group([v._value for v in copied])
 
     def worker_states(self, model: keras.Model) -> WorkerStates:
         """The copy of each group and what keeps them together, for a `tf.train.Checkpoint`.
