@@ -315,6 +315,23 @@ def test_a_layer_that_is_frozen_between_two_fits_stays_as_it_is(cluster):
             np.testing.assert_array_equal(told, now)
 
 
+def test_copies_of_a_model_of_which_other_layers_are_trained_are_refused(cluster):
+    """They are in another order, though they are as many, of the same shapes."""
+    strategy, model = two_layers(cluster)
+    x = np.ones((WORKERS * BATCH, WIDTH), np.float32)
+    model.fit(x, 2 * x, BATCH, verbose=0)
+    saved = strategy.worker_states(model).serialize()
+    after, other = two_layers(cluster, frozen=[0])
+    with pytest.raises(ValueError, match="other layers are trained"):
+        after.worker_states(other).deserialize(saved)
+    # The last layer's come last in both.
+    after, other = two_layers(cluster, frozen=[1])
+    after.worker_states(other).deserialize(saved)
+    for now, was in zip(after.copies(other), strategy.copies(model), strict=True):
+        for value, saved_value in zip(now, was[:2], strict=True):
+            np.testing.assert_array_equal(value, saved_value)
+
+
 def test_steps_per_epoch_splits_a_run_and_iterations_go_on(cluster):
     steps = 6 * WORKERS
     x, y = labelled(4 * steps * BATCH)
