@@ -127,6 +127,15 @@ class ExchangeSynchronizer(Synchronizer):
         self.copies.drop(group)
         self._go_on_without(group)
 
+    def put_aside(self, group: int) -> None:
+        """Keeps what a group has here, as its servers are about to end; nobody may train it.
+
+        Nobody waits for it: it has left when its servers are lost.
+        """
+        super().put_aside(group)
+        for exchange in self.exchanges:
+            exchange.leave(group)
+
     def _go_on_without(self, group: int) -> None:
         """Neighbors don't wait for a group, until it is opened again; or they can't go on."""
         is_news = not self.exchanges[0].is_lost(group)
