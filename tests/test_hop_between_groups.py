@@ -89,6 +89,18 @@ def test_servers_exchange_their_shards_after_so_many_updates_by_hop(cluster, tmp
     fits_until(lambda: other.hop_report(restored)[0][0].iteration > latest, restored, numbers(40))
 
 
+def test_updates_of_an_epoch_count_for_an_iteration_of_the_next_one_by_hop(cluster):
+    between = recsync.Hop(recsync.topology.ring(2), updates_per_iteration=24)
+    strategy = hierarchical(cluster, between)
+    model = line(strategy)
+    # Of 8 updates of each trainer, 16 of a group: in no epoch are there enough.
+    data = strategy.distribute_datasets_from_function(lambda context: numbers(8))
+    epochs = 3 * fits_until(
+        lambda: min(strategy.sync_report(model).syncs) > 0, model, data, epochs=3
+    )
+    assert max(strategy.sync_report(model).syncs) <= 16 * epochs // 24
+
+
 def test_hop_goes_on_from_a_checkpoint_of_another_algorithm(cluster, tmp_path):
     easgd = hierarchical(cluster)
     model = line(easgd)
