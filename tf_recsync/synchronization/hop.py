@@ -88,6 +88,12 @@ class ExchangeSynchronizer(Synchronizer):
             for shard in shards
         ]
 
+    def count_on(self, other: Synchronizer) -> None:
+        """Goes on with what another one has counted, whose place it takes."""
+        super().count_on(other)
+        for own, before in zip(self.exchanges, other.exchanges, strict=True):
+            own.count_on(before)
+
     @property
     def there(self) -> list[int]:
         """The groups that are not lost, as far as known."""

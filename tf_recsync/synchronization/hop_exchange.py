@@ -111,6 +111,11 @@ class Exchange:
         self._asked: dict[int, tuple[tf.Tensor, threading.Thread]] = {}
         self._bandwidths = bandwidths
 
+    def count_on(self, other: Exchange) -> None:
+        """Goes on with what another one has counted, whose place it takes."""
+        # What workers of before might still tell the other one is not counted here.
+        self._reports, other._reports = other._reports, self._reports
+
     def handle(self, worker: int) -> tf.Tensor:
         """The handle of what a worker keeps beside its parameters."""
         with self._lock:
