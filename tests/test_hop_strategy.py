@@ -77,9 +77,9 @@ def test_standard_training_is_decentralized_sgd_step_by_step(cluster, topo, opti
     np.testing.assert_allclose(model.dense.kernel.numpy(), mean, rtol=1e-6)
 
 
-def recording(cluster, topo, optimizer):
+def recording(cluster, topo, optimizer, check_invariants=True, **options):
     """A strategy, a model that records, and what a checkpoint keeps of its workers."""
-    strategy = recsync.HopStrategy(cluster, topo, check_invariants=True)
+    strategy = recsync.HopStrategy(cluster, topo, check_invariants=check_invariants, **options)
     with strategy.scope():
         model = Recording()
         model.compile(optimizer(), "mse")
@@ -465,6 +465,36 @@ def test_nobody_waits_for_those_who_get_no_step_of_an_epoch(cluster):
     for steps in (1, 2, WORKERS + 1):
         model.fit(batches, steps_per_epoch=steps, epochs=3, verbose=0)
         assert sum(strategy.worker_steps(model)) == 3 * steps
+
+
+@pytest.mark.parametrize(
+    ("options", "tells_all"),
+    [
+        ({"check_invariants": False}, False),
+        ({"check_invariants": True}, True),
+        ({"check_invariants": False, "max_iteration_gap": None}, True),
+    ],
+    ids=["tokens", "checks", "paths"],
+)
+def test_only_neighbors_hear_of_one_that_leaves_unless_others_have_bounds_by_it(
+    cluster, monkeypatch, options, tells_all
+):
+    set_neighbor, told_of_itself = hop.set_neighbor, []
+
+    def counted(handle, neighbor, since, until):
+        own = tf.DeviceSpec.from_string(handle.device).task
+        told_of_itself.append(own == neighbor)
+        return set_neighbor(handle, neighbor, since, until)
+
+    monkeypatch.setattr(hop, "set_neighbor", counted)
+    _, _, dataset = regression(WORKERS)
+    topo = topology.ring(WORKERS)
+    _, model, _ = recording(cluster, topo, lambda: keras.optimizers.SGD(RATE), **options)
+    model.fit(dataset, verbose=0)
+    model.fit(dataset, verbose=0)  # By now all have been told.
+    # Each worker leaves, which its two neighbors hear.
+    assert told_of_itself.count(False) >= 2 * WORKERS
+    assert any(told_of_itself) == tells_all
 
 
 def test_a_worker_that_had_left_does_the_steps_that_others_found_no_batches_for(cluster, caplog):

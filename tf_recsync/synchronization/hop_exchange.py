@@ -508,8 +508,10 @@ class Exchange:
         """Has all workers forget bounds that hold as long as nobody is gone.
 
         Such bounds follow from paths over others, so it comes before neighbors of the one that is
-        gone go on without it.
+        gone go on without it. Nobody is called where there are none.
         """
+        if not self._protocol.uses_paths:
+            return
         for worker, handle in self._living():
             with self._at(worker), contextlib.suppress(tf.errors.OpError):
                 hop.set_neighbor(handle, worker, 0, -1)  # Itself: it is no neighbor of its own.
