@@ -165,6 +165,28 @@ def test_copies_stand_still_while_they_are_read_within_an_epoch_by_hop(cluster):
     assert min(strategy.sync_report(model).syncs) > 3  # And they go on.
 
 
+def test_nobody_leaves_while_copies_are_read_within_an_epoch_by_hop(cluster, monkeypatch):
+    leave, left_in_pause = hop_groups.GroupHopSynchronizer._leave, []
+
+    def noted(synchronizer, loop):
+        left_in_pause.append(synchronizer._loops.is_paused)
+        leave(synchronizer, loop)
+
+    monkeypatch.setattr(hop_groups.GroupHopSynchronizer, "_leave", noted)
+    monkeypatch.setattr(hop_groups, "_LEAVE_SECONDS", 0.1)
+    # No iteration is due, so that servers of groups wait for their trainers.
+    between = recsync.Hop(recsync.topology.ring(2), updates_per_iteration=10_000)
+    strategy = hierarchical(cluster, between)
+    model = line(strategy)
+
+    def read():
+        model.get_weights()
+        time.sleep(0.5)
+
+    model.fit(numbers(80), verbose=0, callbacks=[AtBatch(40, read)])
+    assert not any(left_in_pause)
+
+
 @pytest.mark.parametrize(("between", "name"), [("Hop", "Hop between groups"), ("EASGD", "EASGD")])
 def test_an_optimizer_that_would_undo_the_average_of_groups_is_refused(cluster, between, name):
     strategy = hierarchical(cluster, BETWEEN[between])

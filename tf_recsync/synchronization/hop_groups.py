@@ -353,9 +353,11 @@ class GroupHopSynchronizer(ExchangeSynchronizer):
                 # No update is applied without a step, and most modes apply one of several steps.
                 loop.least = reported + due - applied
             self._wait(loop, lambda: self._is_near(loop) or self._is_idle(loop))
-            if not self._wait(
+            goes_on = self._wait(
                 loop, lambda: self._is_near(loop) or not self._is_idle(loop), _LEAVE_SECONDS
-            ):
+            )
+            # In a pause, as of a reading, all are idle, and nobody waits for anybody.
+            if not goes_on and not self._loops.is_paused:
                 self._leave(loop)
         return None
 
