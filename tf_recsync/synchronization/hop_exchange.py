@@ -8,6 +8,7 @@ left, is lost, or is back. Who has the parameters themselves, hop.py knows.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -493,15 +494,20 @@ class Exchange:
 
     def _tell_neighbors(self, worker: int, since: int, until: int) -> dict[int, int]:
         """Tells a worker's neighbors when it takes part; returns their iterations."""
+
+        def tell(neighbor: int) -> int:
+            with self._at(neighbor):
+                handle = self.handle(neighbor)
+                return int(fetch(hop.set_neighbor(handle, worker, since, until)))
+
         iterations = {}
         for neighbor in self._neighbors(worker):
             is_gone = neighbor in self._lost and neighbor not in self._left
             if is_gone or neighbor not in self._handles:
                 continue
-            # One that is gone as well, its own thread will find out.
-            with self._at(neighbor), contextlib.suppress(tf.errors.OpError):
-                handle = self.handle(neighbor)
-                iterations[neighbor] = int(fetch(hop.set_neighbor(handle, worker, since, until)))
+            told = self._edges.call(neighbor, functools.partial(tell, neighbor))
+            if told is not None:
+                iterations[neighbor] = told
         return iterations
 
     def _void_bounds(self) -> None:
