@@ -133,11 +133,18 @@ def test_what_is_assigned_all_copies_take_over_though_it_is_what_users_see():
         np.testing.assert_array_equal([found[0][1], found[1][1]], [[1, 2], [1, 2]])
 
 
-@pytest.mark.cases("Hop", "ShadowSync")
-@pytest.mark.parametrize("kind", STRATEGIES)
+def with_scaled_loss():
+    """As Keras makes it with the policy mixed_float16."""
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+
+
+@pytest.mark.cases("Hop with loss scaling", "ShadowSync")
+@pytest.mark.parametrize("kind", [*STRATEGIES, "Hop with loss scaling"])
 def test_a_learning_rate_that_a_callback_sets_within_an_epoch_acts_on_its_steps(clusters, kind):
-    strategy = STRATEGIES[kind][1](clusters.get(workers=3, ps=4))
-    model = compiled(strategy, slope_model, lambda: recsync.optimizers.SGD(0.1), mean_output)
+    name, _, is_scaled = kind.partition(" with ")
+    strategy = STRATEGIES[name][1](clusters.get(workers=3, ps=4))
+    make = with_scaled_loss if is_scaled else lambda: recsync.optimizers.SGD(0.1)
+    model = compiled(strategy, slope_model, make, mean_output)
 
     class Assigning(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -146,7 +153,7 @@ def test_a_learning_rate_that_a_callback_sets_within_an_epoch_acts_on_its_steps(
 
         def on_epoch_end(self, epoch, logs=None):
             copies = model.train_function.synchronizer.copies
-            (place,) = copies.places(model.optimizer._learning_rate._value)
+            (place,) = copies.places(model.optimizer.learning_rate._value)
             copied = copies.values(0)[place]
             self.rates.append((float(model.optimizer.learning_rate.numpy()), float(copied)))
 

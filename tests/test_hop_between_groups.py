@@ -89,6 +89,18 @@ def test_servers_exchange_their_shards_after_so_many_updates_by_hop(cluster, tmp
     fits_until(lambda: other.hop_report(restored)[0][0].iteration > latest, restored, numbers(40))
 
 
+def test_updates_of_an_epoch_count_for_an_iteration_of_the_next_one_by_hop(cluster):
+    between = recsync.Hop(recsync.topology.ring(2), updates_per_iteration=24)
+    strategy = hierarchical(cluster, between)
+    model = line(strategy)
+    # Of 8 updates of each trainer, 16 of a group: in no epoch are there enough.
+    data = strategy.distribute_datasets_from_function(lambda context: numbers(8))
+    epochs = 3 * fits_until(
+        lambda: min(strategy.sync_report(model).syncs) > 0, model, data, epochs=3
+    )
+    assert max(strategy.sync_report(model).syncs) <= 16 * epochs // 24
+
+
 def test_hop_goes_on_from_a_checkpoint_of_another_algorithm(cluster, tmp_path):
     easgd = hierarchical(cluster)
     model = line(easgd)
@@ -151,6 +163,28 @@ def test_copies_stand_still_while_they_are_read_within_an_epoch_by_hop(cluster):
             for one, other in zip(old, new, strict=True):
                 np.testing.assert_array_equal(one, other)
     assert min(strategy.sync_report(model).syncs) > 3  # And they go on.
+
+
+def test_nobody_leaves_while_copies_are_read_within_an_epoch_by_hop(cluster, monkeypatch):
+    leave, left_in_pause = hop_groups.GroupHopSynchronizer._leave, []
+
+    def noted(synchronizer, loop):
+        left_in_pause.append(synchronizer._loops.is_paused)
+        leave(synchronizer, loop)
+
+    monkeypatch.setattr(hop_groups.GroupHopSynchronizer, "_leave", noted)
+    monkeypatch.setattr(hop_groups, "_LEAVE_SECONDS", 0.1)
+    # No iteration is due, so that servers of groups wait for their trainers.
+    between = recsync.Hop(recsync.topology.ring(2), updates_per_iteration=10_000)
+    strategy = hierarchical(cluster, between)
+    model = line(strategy)
+
+    def read():
+        model.get_weights()
+        time.sleep(0.5)
+
+    model.fit(numbers(80), verbose=0, callbacks=[AtBatch(40, read)])
+    assert not any(left_in_pause)
 
 
 @pytest.mark.parametrize(("between", "name"), [("Hop", "Hop between groups"), ("EASGD", "EASGD")])

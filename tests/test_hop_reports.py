@@ -300,6 +300,15 @@ def test_what_all_strategies_with_copies_report_is_reported_of_exchanges_too(clu
     waits = [r.waited_for_updates + r.waited_for_tokens for r in strategy.hop_report(model)]
     assert report.seconds == waits
     assert report.sync_ps_bytes == 0 and strategy.average_sync_gap(model, "bytes") == float("inf")
+    # What has been counted stays when another synchronizer takes its place.
+    before = strategy.hop_report(model)
+    model.train_function.leave_pass(None)  # As after the loss of a parameter server.
+    model.fit(dataset(WORKERS), verbose=0)
+    after = strategy.hop_report(model)
+    assert sum(r.updates_used for r in after) >= sum(r.updates_used for r in before)
+    assert max(r.iteration for r in after) > max(r.iteration for r in before)
+    later = strategy.sync_report(model).seconds
+    assert all(now >= then for now, then in zip(later, report.seconds, strict=True))
 
 
 def test_a_callback_that_can_not_report_on_a_strategy_says_which_one_can(cluster):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from decentralized_sgd import RATE, WIDTH, Recording, recorded, regression, simulate
+from helpers import wait_until
 
 import tf_recsync as recsync
 from tf_recsync import topology
@@ -153,6 +154,50 @@ def test_a_loop_that_fails_before_its_first_call_is_begun_again(cluster, monkeyp
     strategy, model, x, *_ = trained(cluster, topo)
     assert failed == set(topo.edges)
     assert sum(strategy.worker_steps(model)) == len(x)
+
+
+def test_what_workers_are_told_of_each_other_is_told_again_when_a_call_has_failed(
+    cluster, monkeypatch
+):
+    monkeypatch.setattr(loops, "RETRY_SECONDS", 0.01)
+    strategy, model, *_ = trained(cluster, topology.ring(WORKERS), iterations=2)
+    (exchange,) = strategy._synchronizer(model).exchanges
+    made = collections.Counter()
+
+    def failing_once(name):
+        call = getattr(hop, name)
+
+        def fails(handle, *arguments):
+            key = name, tf.DeviceSpec.from_string(handle.device).task, *arguments
+            made[key] += 1
+            if made[key] == 1:
+                raise tf.errors.UnavailableError(None, None, "Connection reset by peer")
+            return call(handle, *arguments)
+
+        monkeypatch.setattr(hop, name, fails)
+
+    for name in ("hold", "set_neighbor", "interrupt"):
+        failing_once(name)
+    with exchange.pause():
+        pass
+    expected = {("hold", worker, held): 2 for worker in range(WORKERS) for held in (True, False)}
+    # A pause does not wait for ever for those who stand still.
+    assert wait_until(lambda: made == expected, 200), made
+    assert sorted(exchange._tell_neighbors(0, 0, hop.FOREVER)) == [1, 3]
+    # One that only its connection was lost of: what it kept would wait for others, and be kept.
+    handle = exchange.handle(2)
+    exchange.lose(2)
+
+    def is_destroyed() -> bool:
+        try:
+            with hop_edges.at(cluster, 2):
+                hop.state(handle)
+        except tf.errors.NotFoundError:
+            return True
+        return False
+
+    assert wait_until(is_destroyed, 200)
+    assert made["interrupt", 2] == 2
 
 
 def test_a_loop_goes_on_when_somebody_did_not_answer_for_a_while(cluster, monkeypatch):

@@ -77,9 +77,9 @@ def test_standard_training_is_decentralized_sgd_step_by_step(cluster, topo, opti
     np.testing.assert_allclose(model.dense.kernel.numpy(), mean, rtol=1e-6)
 
 
-def recording(cluster, topo, optimizer):
+def recording(cluster, topo, optimizer, check_invariants=True, **options):
     """A strategy, a model that records, and what a checkpoint keeps of its workers."""
-    strategy = recsync.HopStrategy(cluster, topo, check_invariants=True)
+    strategy = recsync.HopStrategy(cluster, topo, check_invariants=check_invariants, **options)
     with strategy.scope():
         model = Recording()
         model.compile(optimizer(), "mse")
@@ -283,6 +283,55 @@ def test_what_is_assigned_all_workers_take_over(cluster):
     assert np.shape(total) == np.shape(after[0][-1])
 
 
+def two_layers(cluster, frozen=()):
+    """A strategy, and a model of two layers of the same shapes, with some of them frozen."""
+    strategy = recsync.HopStrategy(cluster, topology.ring(WORKERS))
+    with strategy.scope():
+        layers = [keras.layers.Dense(WIDTH) for _ in range(2)]
+        model = keras.Sequential([keras.layers.Input((WIDTH,)), *layers])
+        for number in frozen:
+            layers[number].trainable = False
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    return strategy, model
+
+
+def test_a_layer_that_is_frozen_between_two_fits_stays_as_it_is(cluster):
+    strategy, model = two_layers(cluster)
+    x = np.random.default_rng(0).normal(size=(2 * WORKERS * BATCH, WIDTH)).astype(np.float32)
+    data = tf.data.Dataset.from_tensor_slices((x, 2 * x))
+    model.fit(data.batch(BATCH, drop_remainder=True), verbose=0)
+    before = strategy.copies(model)
+    model.layers[0].trainable = False
+    # Batches of another shape: the step is traced again.
+    model.fit(data.batch(BATCH // 2, drop_remainder=True), verbose=0)
+    trained = strategy.copies(model)
+    model.layers[0].trainable = True
+    after = strategy.copies(model)
+    for worker in range(WORKERS):
+        for was, now in zip(before[worker][:2], after[worker][:2], strict=True):
+            np.testing.assert_array_equal(now, was)
+        assert not np.array_equal(after[worker][2], before[worker][2])
+        for now, told in zip(after[worker][2:], trained[worker], strict=True):
+            np.testing.assert_array_equal(told, now)
+
+
+def test_copies_of_a_model_of_which_other_layers_are_trained_are_refused(cluster):
+    """They are in another order, though they are as many, of the same shapes."""
+    strategy, model = two_layers(cluster)
+    x = np.ones((WORKERS * BATCH, WIDTH), np.float32)
+    model.fit(x, 2 * x, BATCH, verbose=0)
+    saved = strategy.worker_states(model).serialize()
+    after, other = two_layers(cluster, frozen=[0])
+    with pytest.raises(ValueError, match="other layers are trained"):
+        after.worker_states(other).deserialize(saved)
+    # The last layer's come last in both.
+    after, other = two_layers(cluster, frozen=[1])
+    after.worker_states(other).deserialize(saved)
+    for now, was in zip(after.copies(other), strategy.copies(model), strict=True):
+        for value, saved_value in zip(now, was[:2], strict=True):
+            np.testing.assert_array_equal(value, saved_value)
+
+
 def test_steps_per_epoch_splits_a_run_and_iterations_go_on(cluster):
     steps = 6 * WORKERS
     x, y = labelled(4 * steps * BATCH)
@@ -416,6 +465,36 @@ def test_nobody_waits_for_those_who_get_no_step_of_an_epoch(cluster):
     for steps in (1, 2, WORKERS + 1):
         model.fit(batches, steps_per_epoch=steps, epochs=3, verbose=0)
         assert sum(strategy.worker_steps(model)) == 3 * steps
+
+
+@pytest.mark.parametrize(
+    ("options", "tells_all"),
+    [
+        ({"check_invariants": False}, False),
+        ({"check_invariants": True}, True),
+        ({"check_invariants": False, "max_iteration_gap": None}, True),
+    ],
+    ids=["tokens", "checks", "paths"],
+)
+def test_only_neighbors_hear_of_one_that_leaves_unless_others_have_bounds_by_it(
+    cluster, monkeypatch, options, tells_all
+):
+    set_neighbor, told_of_itself = hop.set_neighbor, []
+
+    def counted(handle, neighbor, since, until):
+        own = tf.DeviceSpec.from_string(handle.device).task
+        told_of_itself.append(own == neighbor)
+        return set_neighbor(handle, neighbor, since, until)
+
+    monkeypatch.setattr(hop, "set_neighbor", counted)
+    _, _, dataset = regression(WORKERS)
+    topo = topology.ring(WORKERS)
+    _, model, _ = recording(cluster, topo, lambda: keras.optimizers.SGD(RATE), **options)
+    model.fit(dataset, verbose=0)
+    model.fit(dataset, verbose=0)  # By now all have been told.
+    # Each worker leaves, which its two neighbors hear.
+    assert told_of_itself.count(False) >= 2 * WORKERS
+    assert any(told_of_itself) == tells_all
 
 
 def test_a_worker_that_had_left_does_the_steps_that_others_found_no_batches_for(cluster, caplog):

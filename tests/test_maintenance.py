@@ -5,7 +5,7 @@ import threading
 import keras
 import numpy as np
 import pytest
-from groups import ALONE, hierarchical, line, numbers
+from groups import BETWEEN, hierarchical, line, numbers
 from helpers import (
     AtBatch,
     compiled,
@@ -28,7 +28,7 @@ GBA = recsync.modes.GBA(global_batch_size=48, local_batch_size=16)
 KINDS = {
     "hogwild": (None, recsync.EASGD(0.3)),
     "GBA": (GBA, recsync.EASGD(0.3)),
-    "Hop": (None, ALONE),
+    "Hop": (None, BETWEEN["Hop"]),  # Without backup workers.
 }
 
 

@@ -45,12 +45,18 @@ class HopTimeline {
     SetPhase(HopPhase::kComputing);
   }
 
-  // It begins at this time to wait for updates, of iterations from `awaited`
-  // on.
-  void BeginReceive(int64_t now, int64_t iteration, int64_t awaited) {
+  // It has computed until this time, if it was computing, and is idle now.
+  void EndComputing(int64_t now, int64_t iteration) {
     if (phase_ == HopPhase::kComputing) {
       Note({Activity::kCompute, began_, now, iteration});
     }
+    SetPhase(HopPhase::kIdle);
+  }
+
+  // It begins at this time to wait for updates, of iterations from `awaited`
+  // on.
+  void BeginReceive(int64_t now, int64_t iteration, int64_t awaited) {
+    EndComputing(now, iteration);
     SetPhase(HopPhase::kUpdates, -1, awaited);
   }
 

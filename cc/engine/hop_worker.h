@@ -136,7 +136,7 @@ class HopWorker {
     updates_.Enter(iteration);
     if (!options_.notify_ack) outboxes_.SetProgress(iteration);
     if (update.has_value()) {
-      Send(std::move(*update), std::move(done));
+      SendAndGoOn(Phase::kComputing, std::move(*update), std::move(done));
       // Those that only send to this worker want to know, too.
       outboxes_.Tell();
       return;
@@ -148,22 +148,11 @@ class HopWorker {
   // Sends the parameters of this iteration to the out-neighbors. With
   // notify_ack it first waits until all have used those of the one before.
   void Send(Update update, Done done) ABSL_LOCKS_EXCLUDED(mu_) {
-    if (!options_.notify_ack) {
-      outboxes_.Put(iteration(), update);
-      done(Answer::kOk);
-      return;
+    {
+      MutexLock lock(&mu_);
+      timeline_.EndComputing(options_.now(), iteration_);
     }
-    auto shared = std::make_shared<std::optional<Update>>(std::move(update));
-    Acquire(Phase::kAcknowledgements, 1,
-            [this, shared, done = std::move(done)](Answer answer) {
-              if (answer == Answer::kOk) {
-                outboxes_.Put(iteration(), **shared);
-                shared->reset();
-                MutexLock lock(&mu_);
-                timeline_.SetPhase(Phase::kComputing);
-              }
-              done(answer);
-            });
+    SendAndGoOn(Phase::kIdle, std::move(update), std::move(done));
   }
 
   // Waits for the updates of an iteration that the mode asks for.
@@ -356,6 +345,28 @@ class HopWorker {
   }
 
  private:
+  // Sends parameters; `next` is the phase that the worker is in afterwards, if
+  // it waits.
+  void SendAndGoOn(Phase next, Update update, Done done)
+      ABSL_LOCKS_EXCLUDED(mu_) {
+    if (!options_.notify_ack) {
+      outboxes_.Put(iteration(), update);
+      done(Answer::kOk);
+      return;
+    }
+    auto shared = std::make_shared<std::optional<Update>>(std::move(update));
+    Acquire(Phase::kAcknowledgements, 1,
+            [this, next, shared, done = std::move(done)](Answer answer) {
+              if (answer == Answer::kOk) {
+                outboxes_.Put(iteration(), **shared);
+                shared->reset();
+                MutexLock lock(&mu_);
+                timeline_.SetPhase(next);
+              }
+              done(answer);
+            });
+  }
+
   // Takes tokens, or acknowledgements, from all out-neighbors.
   void Acquire(Phase phase, int64_t tokens, Done done)
       ABSL_LOCKS_EXCLUDED(mu_) {

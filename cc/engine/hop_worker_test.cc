@@ -631,6 +631,40 @@ TEST(HopWorkerTest, TimesAreThoseOfTheClockThatItIsGiven) {
   EXPECT_TRUE(has_computed);
 }
 
+TEST(HopWorkerTest, WhatIsSentWhenItIsComputedWasComputedUntilThen) {
+  for (const bool notify_ack : {false, true}) {
+    int64_t now = 0;
+    HopOptions options = Two();
+    options.now = [&now] { return now; };
+    options.notify_ack = notify_ack;
+    if (notify_ack) options.max_iteration_gap = 0;
+    Worker worker(options);
+    for (int64_t iteration = 0; iteration < 2; ++iteration) {
+      now = 100 * iteration;
+      Outcome entered, sent, received;
+      worker.Enter(iteration, std::nullopt, entered.Done());
+      ASSERT_TRUE(entered.ok());
+      now += 30;
+      worker.Send(iteration, sent.Done());
+      now += 40;
+      for (const int64_t neighbor : {1, 2}) {
+        worker.Announce(neighbor, iteration - 1);
+      }
+      ASSERT_TRUE(sent.ok());
+      worker.Receive(iteration, received.ReceiveDone());
+    }
+    std::vector<std::pair<int64_t, int64_t>> computed;
+    for (const Event& event : worker.TakeEvents()) {
+      if (event.activity == Activity::kCompute) {
+        computed.emplace_back(event.begin, event.end);
+      }
+    }
+    const std::vector<std::pair<int64_t, int64_t>> expected = {{0, 30},
+                                                               {100, 130}};
+    EXPECT_EQ(computed, expected);
+  }
+}
+
 TEST(HopWorkerTest, ParcelsHaveNumbersFromOneOnWhereTimeBeginsAtZero) {
   HopOptions options = Two();
   options.now = [] { return 0; };

@@ -11,6 +11,7 @@ import numpy as np
 from tf_recsync.cluster import Cluster
 from tf_recsync.strategies.checks import OnBatchLost
 from tf_recsync.strategies.fit_strategy import FitStrategy
+from tf_recsync.strategies.model_variables import variables_of
 from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import is_copied
 from tf_recsync.synchronization.modes import Mode
@@ -73,7 +74,7 @@ class CopiedStrategy(FitStrategy):
         if synchronizer is None or not synchronizer.copies.has_any:
             return [[np.asarray(v) for v in copied]] * len(self._arrangement.groups)
         with self._guard.watched():
-            return synchronizer.copies.by_group(len(copied))
+            return synchronizer.copies.by_group([v._value for v in copied])
 
     def worker_states(self, model: keras.Model) -> WorkerStates:
         """The copy of each group and what keeps them together, for a `tf.train.Checkpoint`.
@@ -82,7 +83,8 @@ class CopiedStrategy(FitStrategy):
         and the tables. With this, each group goes on with its own copy, optimizer state included;
         ShadowSync's central copy, or BMUF's global parameters, with theirs; Hop's workers, or
         groups, with their iterations. On another number of groups all begin with the mean; the
-        number of servers that hold copies or the central one may change. Save and restore between
+        number of servers that hold copies or the central one may change, and which layers are
+        trained (`trainable` before `compile`) may not. Save and restore between
         epochs: a checkpoint that is saved while workers train has each of them as it is at some
         moment.
 
@@ -111,7 +113,7 @@ class CopiedStrategy(FitStrategy):
             return model.train_function.ensure_synchronizer()
 
         synchronizer()
-        return WorkerStates(synchronizer, self._guard.watched)
+        return WorkerStates(synchronizer, lambda: variables_of(model), self._guard.watched)
 
     def sync_report(self, model: keras.Model) -> SyncReport:
         """What synchronization has done since the model began to train.

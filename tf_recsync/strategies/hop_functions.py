@@ -164,7 +164,9 @@ class HopTrainFunction(TrainFunction):
         once = tf.function(step, autograph=False).get_concrete_function(*specs)
         loop = worker_functions.trace_loop(once, specs, self.call_limit)
         private = [variable._value for variable in layout.private]
-        replaced = [variable.handle for variable in [*private, *copied_variables(model)]]
+        # The copies come in this order, whichever layers are trained by now.
+        copied = self.synchronizer.copies.variables
+        replaced = [variable.handle for variable in [*private, *copied]]
 
         def of_state(concrete: Callable, before: int) -> Callable:
             """Takes an iterator, so many arguments besides, and `inputs` of a worker's state."""

@@ -98,7 +98,9 @@ def optimizers_of(model: keras.Model) -> list[base.Optimizer]:
 def peeked_variables(model: keras.Model) -> list[keras.Variable]:
     """Those that callbacks look at while workers train: reading them holds nobody."""
     found = list(model.metrics_variables)
-    for optimizer in base.parts_of(model.optimizer):
+    for part in base.parts_of(model.optimizer):
+        # Keras wraps it with the policy mixed_float16.
+        optimizer = getattr(part, "inner_optimizer", part)
         found += [optimizer._iterations, *(s.counters for s in getattr(optimizer, "states", ()))]
         if isinstance(optimizer._learning_rate, keras.Variable):
             found.append(optimizer._learning_rate)

@@ -363,14 +363,16 @@ class Copies:
             return f"Worker {index} does not answer"
         return f"A server of group {group} does not answer"
 
-    def by_group(self, count: int) -> list[list[np.ndarray] | None]:
-        """The first copies of each group, as users see such variables.
+    def by_group(self, variables: Sequence[CopiedVariable]) -> list[list[np.ndarray] | None]:
+        """The copies of some variables of each group, as users see such variables.
 
         None for one that has none, or does not answer.
         """
-        found = self.all_values()
+        found = {group: self.whole(values) for group, values in self.all_values().items()}
+        numbers = {id(variable): i for i, variable in enumerate(self.seen)}
+        chosen = [numbers[id(variable)] for variable in variables]
         return [
-            self.whole(found[group])[:count] if group in found else None
+            [found[group][i] for i in chosen] if group in found else None
             for group in range(len(self.groups))
         ]
 

@@ -88,6 +88,12 @@ class ExchangeSynchronizer(Synchronizer):
             for shard in shards
         ]
 
+    def count_on(self, other: Synchronizer) -> None:
+        """Goes on with what another one has counted, whose place it takes."""
+        super().count_on(other)
+        for own, before in zip(self.exchanges, other.exchanges, strict=True):
+            own.count_on(before)
+
     @property
     def there(self) -> list[int]:
         """The groups that are not lost, as far as known."""
@@ -126,6 +132,15 @@ class ExchangeSynchronizer(Synchronizer):
         """
         self.copies.drop(group)
         self._go_on_without(group)
+
+    def put_aside(self, group: int) -> None:
+        """Keeps what a group has here, as its servers are about to end; nobody may train it.
+
+        Nobody waits for it: it has left when its servers are lost.
+        """
+        super().put_aside(group)
+        for exchange in self.exchanges:
+            exchange.leave(group)
 
     def _go_on_without(self, group: int) -> None:
         """Neighbors don't wait for a group, until it is opened again; or they can't go on."""

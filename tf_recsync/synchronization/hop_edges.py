@@ -13,6 +13,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import tensorflow as tf
 from tensorflow.python.framework import ops as framework_ops
@@ -20,12 +21,14 @@ from tensorflow.python.framework import ops as framework_ops
 from tf_recsync import ops
 from tf_recsync.cluster import Cluster, Server, processor_of
 from tf_recsync.ops import hop
-from tf_recsync.synchronization.loops import ATTEMPTS, PAUSE_SECONDS, Loops
+from tf_recsync.synchronization.loops import ATTEMPTS, PAUSE_SECONDS, Loops, tried_again
 from tf_recsync.synchronization.remote_values import at
 
 PARCELS_PER_TURN = 3  # Unrolled: each turn of the loop costs a message to the receiver.
 TURNS_PER_CALL = 20  # Then this process knows that they went well.
 NO_LIMIT = 1e15  # Bytes per second.
+
+_Told = TypeVar("_Told")
 
 # What the network, or TensorFlow's own calls from worker to worker, may fail with once. All
 # others would come again.
@@ -109,12 +112,15 @@ class Edges:
         """
 
         def end_waits() -> None:
-            with self._at(worker), contextlib.suppress(tf.errors.OpError):
+            with self._at(worker):
                 hop.hold(handle, True)
                 hop.interrupt(handle)
                 tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
 
-        threading.Thread(target=end_waits, name="recsync_hop_leave", daemon=True).start()
+        def run() -> None:
+            tried_again(end_waits, lambda: self._cluster.is_up(*self._holders[worker]))
+
+        threading.Thread(target=run, name="recsync_hop_leave", daemon=True).start()
 
     @contextlib.contextmanager
     def renew(self, worker: int) -> Iterator[None]:
@@ -146,19 +152,38 @@ class Edges:
     def everywhere(self, action: Callable[[tf.Tensor], None]) -> None:
         """Calls on all workers at once, and waits, with a limit for those that stand still."""
 
-        def call(worker: int, handle: tf.Tensor) -> None:
-            # One that is gone is found out by the thread that drives it.
-            with self._at(worker), contextlib.suppress(tf.errors.OpError):
+        def act(worker: int, handle: tf.Tensor) -> None:
+            with self._at(worker):
                 action(handle)
 
         threads = [
-            threading.Thread(target=call, args=item, daemon=True) for item in self._living().items()
+            threading.Thread(
+                target=self.call, args=(worker, functools.partial(act, worker, handle)), daemon=True
+            )
+            for worker, handle in self._living().items()
         ]
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + PAUSE_SECONDS
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def call(self, worker: int, action: Callable[[], _Told]) -> _Told | None:
+        """Calls a worker that is there; of one that is gone, its own thread will find out.
+
+        Args:
+            worker: which.
+            action: the call; it is made again if it fails though the worker is there.
+
+        Returns:
+            What the call returns; None if it fails.
+        """
+        holder = self._holders[worker]
+
+        def is_there() -> bool:
+            return not self._cluster.membership.is_away(holder) and self._cluster.is_up(*holder)
+
+        return tried_again(action, is_there)
 
     def _at(self, worker: int) -> contextlib.AbstractContextManager:
         """Inside, this thread calls on a worker's holder."""

@@ -8,6 +8,7 @@ left, is lost, or is back. Who has the parameters themselves, hop.py knows.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -110,6 +111,11 @@ class Exchange:
         # The latest question to each worker, and the handle that it was about.
         self._asked: dict[int, tuple[tf.Tensor, threading.Thread]] = {}
         self._bandwidths = bandwidths
+
+    def count_on(self, other: Exchange) -> None:
+        """Goes on with what another one has counted, whose place it takes."""
+        # What workers of before might still tell the other one is not counted here.
+        self._reports, other._reports = other._reports, self._reports
 
     def handle(self, worker: int) -> tf.Tensor:
         """The handle of what a worker keeps beside its parameters."""
@@ -488,23 +494,30 @@ class Exchange:
 
     def _tell_neighbors(self, worker: int, since: int, until: int) -> dict[int, int]:
         """Tells a worker's neighbors when it takes part; returns their iterations."""
+
+        def tell(neighbor: int) -> int:
+            with self._at(neighbor):
+                handle = self.handle(neighbor)
+                return int(fetch(hop.set_neighbor(handle, worker, since, until)))
+
         iterations = {}
         for neighbor in self._neighbors(worker):
             is_gone = neighbor in self._lost and neighbor not in self._left
             if is_gone or neighbor not in self._handles:
                 continue
-            # One that is gone as well, its own thread will find out.
-            with self._at(neighbor), contextlib.suppress(tf.errors.OpError):
-                handle = self.handle(neighbor)
-                iterations[neighbor] = int(fetch(hop.set_neighbor(handle, worker, since, until)))
+            told = self._edges.call(neighbor, functools.partial(tell, neighbor))
+            if told is not None:
+                iterations[neighbor] = told
         return iterations
 
     def _void_bounds(self) -> None:
         """Has all workers forget bounds that hold as long as nobody is gone.
 
         Such bounds follow from paths over others, so it comes before neighbors of the one that is
-        gone go on without it.
+        gone go on without it. Nobody is called where there are none.
         """
+        if not self._protocol.uses_paths:
+            return
         for worker, handle in self._living():
             with self._at(worker), contextlib.suppress(tf.errors.OpError):
                 hop.set_neighbor(handle, worker, 0, -1)  # Itself: it is no neighbor of its own.

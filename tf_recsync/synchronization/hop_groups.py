@@ -133,8 +133,9 @@ class GroupHopSynchronizer(ExchangeSynchronizer):
         # Trainers' threads that have nothing to do: lost, or not begun with the epoch.
         self._away: set[int] = set()
         self._steps = [0] * len(arrangement.groups)  # That trainers have reported.
-        # Updates that each group had applied when the epoch began, if it has been there since.
-        self._applied_before: dict[int, int] = {}
+        # By group and shard: updates that the group had applied when the latest iteration that
+        # was completed began, or when it was there first.
+        self._begun: dict[tuple[int, int], int] = {}
         self._driven: dict[tuple[int, int], _Loop] = {}  # By group and shard.
 
     # A trainer's life. The threads that drive the workers call these.
@@ -162,10 +163,10 @@ class GroupHopSynchronizer(ExchangeSynchronizer):
             super()._go_on_without(group)
         finally:
             with self._lock:
-                self._applied_before.pop(group, None)
                 self._loops.drop(lambda key: key[0] == group)
-                for key in [key for key in self._driven if key[0] == group]:
-                    del self._driven[key]
+                for of_loops in (self._begun, self._driven):
+                    for key in [key for key in of_loops if key[0] == group]:
+                        del of_loops[key]
 
     def leave(self, thread: int) -> None:
         """A trainer's thread has nothing to do at the moment; if none of its group has, neighbors
@@ -198,7 +199,10 @@ class GroupHopSynchronizer(ExchangeSynchronizer):
         applied = {g: self._read_applied(g, copy) for g, copy in copies.items() if copy is not None}
         self._loops.begin()
         with self._lock:
-            self._applied_before = applied
+            for key in [(group, shard) for group in applied for shard in self._parameters]:
+                # Users may have set the global step back.
+                now = applied[key[0]]
+                self._begun[key] = min(self._begun.get(key, now), now)
             # Some may have seen the end of their data in an epoch before.
             self._away.update(range(self._arrangement.trainers * self._threads))
 
@@ -282,8 +286,8 @@ class GroupHopSynchronizer(ExchangeSynchronizer):
 
     def _iterate(self, loop: _Loop) -> None:
         """Takes a server from one iteration to the next."""
-        with self._lock:  # When the iteration before began.
-            applied = self._applied_before.get(loop.group)
+        with self._lock:  # When the iteration before began, maybe in an earlier epoch.
+            applied = self._begun.get(loop.key)
         is_broken, failures = False, 0  # The latter in a row, with everybody there.
         while self._goes_on(loop):
             try:
@@ -298,6 +302,9 @@ class GroupHopSynchronizer(ExchangeSynchronizer):
                     continue
                 applied = now
                 self._exchange(loop)
+                with self._lock:
+                    if self._loops.is_in_charge(loop.key):
+                        self._begun[loop.key] = applied
                 failures = 0
             except tf.errors.OpError as error:
                 if not self._goes_on(loop):
@@ -346,9 +353,11 @@ class GroupHopSynchronizer(ExchangeSynchronizer):
                 # No update is applied without a step, and most modes apply one of several steps.
                 loop.least = reported + due - applied
             self._wait(loop, lambda: self._is_near(loop) or self._is_idle(loop))
-            if not self._wait(
+            goes_on = self._wait(
                 loop, lambda: self._is_near(loop) or not self._is_idle(loop), _LEAVE_SECONDS
-            ):
+            )
+            # In a pause, as of a reading, all are idle, and nobody waits for anybody.
+            if not goes_on and not self._loops.is_paused:
                 self._leave(loop)
         return None
 

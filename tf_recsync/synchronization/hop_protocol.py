@@ -96,6 +96,12 @@ class Protocol:
         bounds.setflags(write=False)
         return bounds
 
+    @property
+    def uses_paths(self) -> bool:
+        """Whether workers keep to bounds that follow from paths over others: void without these."""
+        has_allowance = self.max_iteration_gap is not None or self.notify_ack
+        return self.check_invariants or not has_allowance
+
     def make(self, worker: int) -> tf.Tensor:
         """Makes what a worker keeps beside its parameters, on the device of the scope."""
         return hop.worker(shared_name=f"recsync_hop_{uuid.uuid4().hex}", **self.options(worker))

@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeVar
 
 import tensorflow as tf
 from absl import logging
@@ -23,6 +24,30 @@ RETRY_SECONDS = 0.5  # Between two of them.
 PAUSE_SECONDS = 10.0  # How long calls that are under way may take to end.
 JOIN_SECONDS = 60.0  # And loops, at the end of an epoch.
 _INTERRUPT_SECONDS = 0.1  # Between two attempts to end what they wait for.
+
+_Told = TypeVar("_Told")
+
+
+def tried_again(call: Callable[[], _Told], goes_on: Callable[[], bool]) -> _Told | None:
+    """Makes a call to a server that nobody else would make, and again while it fails.
+
+    For about a second after a connection broke, calls fail also to a server that is there.
+
+    Args:
+        call: the call.
+        goes_on: whether it is made again, asked when it has failed.
+
+    Returns:
+        What it returns; None if it fails on.
+    """
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(RETRY_SECONDS)
+        with contextlib.suppress(tf.errors.OpError):
+            return call()
+        if not goes_on():
+            break
+    return None
 
 
 class Loops:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
 
+from tf_recsync.synchronization.copies import Copies
 from tf_recsync.synchronization.synchronizer import Synchronizer
 
 _FORMAT = 1
@@ -22,15 +23,19 @@ class WorkerStates(tf.train.experimental.PythonState):
 
     Args:
         synchronizer: gives what keeps the copies together.
+        variables: gives all variables of the model and its optimizer, in an order that does not
+            depend on which layers are trained.
         watched: returns a context in which calls to a server that is silent end.
     """
 
     def __init__(
         self,
         synchronizer: Callable[[], Synchronizer],
+        variables: Callable[[], Sequence[tf.Variable]],
         watched: Callable[[], contextlib.AbstractContextManager],
     ):
         self._synchronizer = synchronizer
+        self._variables = variables
         self._watched = watched
 
     def serialize(self) -> bytes:
@@ -44,6 +49,7 @@ class WorkerStates(tf.train.experimental.PythonState):
             "workers": np.array(sorted(values), np.int64),
             # Of one that does not answer there is no copy.
             "groups": np.int64(len(synchronizer.copies.groups)),
+            "places": self._places(synchronizer.copies),
             **extras,
         }
         for worker, copies in values.items():
@@ -85,6 +91,12 @@ class WorkerStates(tf.train.experimental.PythonState):
                     f"the checkpoint holds {count} copies of {len(workers)} workers, each of which "
                     f"has {len(variables)} variables of the model and its optimizer here"
                 )
+            places = self._places(copied)
+            if not np.array_equal(extras.get("places", places), places):  # Older ones lack it.
+                raise ValueError(
+                    "the checkpoint holds copies of a model of which other layers are trained: "
+                    "`trainable` of each layer must be, before compile, what it was there"
+                )
             values = {}
             for worker in workers:
                 copies = [_read(arrays[f"{worker}/{i}"], v) for i, v in enumerate(variables)]
@@ -95,6 +107,16 @@ class WorkerStates(tf.train.experimental.PythonState):
         """Takes over what `parsed` gave; nobody may be at work."""
         with self._watched():
             self._synchronizer().restore(*parsed)
+
+    def _places(self, copies: Copies) -> np.ndarray:
+        """Where each copied variable is among the model's and its optimizer's that are copied.
+
+        Copies have those first that were trained when they were made.
+        """
+        copied = {id(variable) for variable in copies.seen}
+        known = [id(variable) for variable in self._variables() if id(variable) in copied]
+        number = {variable: i for i, variable in enumerate(known)}
+        return np.array([number[id(variable)] for variable in copies.seen], np.int64)
 
 
 def _read(serialized: np.ndarray, variable: tf.Variable) -> np.ndarray:
