@@ -9,7 +9,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import keras
@@ -194,10 +194,11 @@ class FitStrategy(tf.distribute.Strategy):
                 workers make can't be used so.
         """
         _check_options(options)
+        caller = _keras_caller()
         if isinstance(dataset, tf.data.Dataset):
+            dataset = _made_by_one_thread(dataset, caller.adapter)
             checks.check_is_batched(dataset)
             dataset = without_optionals(dataset)
-        caller = _keras_caller()
         if caller.model is not None:
             self.attach(caller.model)
             if caller.verb == "fit":
@@ -239,7 +240,7 @@ class FitStrategy(tf.distribute.Strategy):
             given if isinstance(given, tf.data.Dataset) else None,
             pass_length,
             is_shuffled,
-            caller.first_batches if inspect.isgenerator(given) else None,
+            getattr(caller.adapter, "generator", None) if inspect.isgenerator(given) else None,
         )
         if verb == "fit" and caller.model is not None:
             # Callbacks may need the placement before the first step.
@@ -654,6 +655,26 @@ def _is_jit_compiled(model: keras.Model) -> bool:
     return bool(model.jit_compile)
 
 
+def _made_by_one_thread(dataset: tf.data.Dataset, adapter: Any) -> tf.data.Dataset:
+    """A dataset, of a `keras.utils.PyDataset` one whose batches are made one after the other.
+
+    Keras's queue for several threads keeps batches of a pass that was left for the next one, and
+    can't be asked between two epochs: it takes for granted that nobody reads ahead.
+
+    Args:
+        dataset: what the adapter has made.
+        adapter: Keras's, of the data; or None.
+    """
+    if getattr(adapter, "enqueuer", None) is None:
+        return dataset
+    logging.warning(
+        "One thread of this process makes the batches of the PyDataset, whatever its workers and "
+        "use_multiprocessing are; use a tf.data.Dataset for more."
+    )
+    adapter.enqueuer = None
+    return adapter.get_tf_dataset()
+
+
 def _check_options(options) -> None:
     if options is not None:
         raise ValueError(f"options must be None, not {options!r}")
@@ -670,7 +691,7 @@ class _Caller:
         length: the steps of an epoch where Keras knows them, or None.
         pass_length: the batches of the data where Keras knows them, or None.
         batch_size: the examples of a batch where Keras knows them, or None.
-        first_batches: gives batches from the beginning, those first that Keras has looked at.
+        adapter: what Keras makes the dataset of the data with; None outside of these.
         arguments: what Keras makes its epoch iterator of.
         is_over: whether that call has ended, in whatever way.
     """
@@ -681,7 +702,7 @@ class _Caller:
     length: int | None = None
     pass_length: int | None = None
     batch_size: int | None = None
-    first_batches: Callable[[], Iterator[Any]] | None = None
+    adapter: Any = None
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_over: Callable[[], bool] = lambda: False
 
@@ -727,7 +748,7 @@ def _keras_caller() -> _Caller:
                 length=caller.num_batches,
                 pass_length=caller.data_adapter.num_batches,
                 batch_size=caller.data_adapter.batch_size,
-                first_batches=getattr(caller.data_adapter, "generator", None),
+                adapter=caller.data_adapter,
                 arguments=frame.f_locals.get("kwargs", {}),
             )
         verb = frame.f_code.co_name
