@@ -15,11 +15,11 @@ def strategy(clusters):
     return clusters.strategy(2, 1)
 
 
-def make_model(strategy, is_built):
+def make_model(strategy, is_built, metrics=("mae",)):
     layers = [keras.layers.Dense(1, "sigmoid")]
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), *layers] if is_built else layers)
-        model.compile(recsync.optimizers.SGD(0.1), "binary_crossentropy", metrics=["mae"])
+        model.compile(recsync.optimizers.SGD(0.1), "binary_crossentropy", metrics=list(metrics))
     return model
 
 
@@ -61,6 +61,34 @@ def test_the_first_worker_may_have_no_data(strategy, is_built):
     model = make_model(strategy, is_built)
     model.fit(strategy.distribute_datasets_from_function(part), verbose=0)
     assert sorted(strategy.worker_steps(model)) == [0, 4]
+
+
+class Last(keras.metrics.Metric):
+    """The mean of the last batch's labels, in a variable of each way in which some are merged."""
+
+    def __init__(self):
+        super().__init__(name="last")
+        self._last = [
+            self.add_variable((), "zeros", aggregation=aggregation)
+            for aggregation in ("mean", "only_first_replica")
+        ]
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        for last in self._last:
+            last.assign(keras.ops.mean(y_true))
+
+    def result(self):
+        return keras.ops.stack([last.value for last in self._last])
+
+
+def test_what_a_worker_without_data_has_of_a_metric_is_not_merged(strategy):
+    def part(context):
+        return dataset([0, 4][context.input_pipeline_id])
+
+    model = make_model(strategy, True, [Last()])
+    data = strategy.distribute_datasets_from_function(part)
+    logs = model.evaluate(data, return_dict=True, verbose=0)
+    np.testing.assert_array_equal(logs["last"], [1, 1])
 
 
 def test_an_epoch_that_is_stopped_at_once_has_the_loss_of_its_steps(strategy):
