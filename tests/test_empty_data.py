@@ -103,3 +103,13 @@ def test_an_epoch_that_is_stopped_at_once_has_the_loss_of_its_steps(strategy):
         loss = model.fit(dataset(), verbose=0, callbacks=[Stop()]).history["loss"][0]
         assert loss > 0
     assert len(seen) == 5 and min(seen) > 0
+
+
+def test_0_steps_stand_for_all_of_the_data_as_in_keras(strategy):
+    model = make_model(strategy, True)
+    expected = model.evaluate(dataset(), verbose=0)
+    assert expected[0] > 0
+    assert model.evaluate(dataset(), steps=0, verbose=0) == pytest.approx(expected)
+    model.fit(dataset(), epochs=2, steps_per_epoch=0, verbose=0)
+    assert sum(strategy.worker_steps(model)) == BATCHES
+    assert int(model.optimizer.iterations.numpy()) == 2 * BATCHES

@@ -744,7 +744,7 @@ def _keras_caller() -> _Caller:
             # Keras's epoch iterator, which knows the length of shuffled arrays, too.
             found = dataclasses.replace(
                 found,
-                steps=caller.steps_per_epoch,
+                steps=caller.steps_per_epoch or None,  # As Keras takes 0.
                 length=caller.num_batches,
                 pass_length=caller.data_adapter.num_batches,
                 batch_size=caller.data_adapter.batch_size,
