@@ -61,6 +61,17 @@ def test_a_dataset_that_is_used_again_is_sent_once(model):
     assert services(model) == before + 1  # The last one's.
 
 
+def test_the_first_batches_of_a_dataset_are_sent_once(model):
+    data = tf.data.Dataset.range(6).map(lambda i: (tf.fill([4, 1], i), tf.ones([4, 1])))
+    before = services(model)
+    for _ in range(3):
+        assert mean(model, data, steps=3) == 1.0
+    assert services(model) == before + 1
+    assert mean(model, data, steps=5) == 2.0  # Another number of them.
+    assert mean(model, data) == 2.5
+    assert services(model) == before + 3
+
+
 def test_arrays_are_kept_no_longer_than_a_call(model):
     before = services(model)
     for value in range(4):

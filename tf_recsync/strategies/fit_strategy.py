@@ -214,11 +214,11 @@ class FitStrategy(tf.distribute.Strategy):
         # Keras shuffles what it knows the length of.
         is_shuffled = isinstance(given, keras.utils.PyDataset) and pass_length is not None
         is_shuffled = is_shuffled and bool(caller.arguments.get("shuffle"))
-        in_order = apart is None and steps is not None and verb not in (None, "fit")
-        if in_order:
+        first = None
+        if apart is None and steps is not None and verb not in (None, "fit"):
             # The first batches, whichever workers they go to.
             pass_length = None if pass_length is None else min(pass_length, steps)
-            dataset, steps = dataset.take(steps), None
+            first, steps = steps, None
         batch = self._batch_size(dataset, caller.batch_size) if verb == "fit" else None
         start_predict = caller.model.predict_function.start if verb == "predict" else None
         found = DistributedDataset(
@@ -228,7 +228,7 @@ class FitStrategy(tf.distribute.Strategy):
             steps,
             caller.length,
             batch,
-            in_order,
+            first,
             self._settings.silence_timeout,
             apart,
             self._passes,
