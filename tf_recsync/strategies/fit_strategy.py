@@ -26,6 +26,7 @@ from tf_recsync.strategies import (
     checks,
     model_functions,
     reshuffling,
+    train_function,
     watched_calls,
     worker_functions,
 )
@@ -91,6 +92,11 @@ class FitStrategy(tf.distribute.Strategy):
         self._guard = watched_calls.CallGuard(cluster, limit)
         self._recordings: weakref.WeakKeyDictionary[keras.Model, Recordings]
         self._recordings = weakref.WeakKeyDictionary()
+        # What a model was trained by last: it may have been compiled again since.
+        self._trained: weakref.WeakKeyDictionary[
+            keras.Model, weakref.ReferenceType[train_function.TrainFunction]
+        ]
+        self._trained = weakref.WeakKeyDictionary()
         with self._guard.watched():
             self._check_servers(cluster, arrangement)
         super().__init__(Extended(self, self._guard, cluster, arrangement, self.copies_tables))
@@ -375,7 +381,11 @@ class FitStrategy(tf.distribute.Strategy):
             return
         if getattr(model, "run_eagerly", False):
             raise ValueError("run_eagerly=True can't be used under this strategy")
+        before = self._trained.get(model, lambda: None)()
+        if before is not None:
+            before.leave()
         self._put_functions(model)
+        self._trained[model] = weakref.ref(model.train_function)
         if model in self._recordings:
             self._recordings_of(model)
         # A model that defines no `build` says that it is built when that was called, whatever its

@@ -743,6 +743,17 @@ class TrainFunction(Steps):
             with self.watched():
                 self._flush()
 
+    def leave(self) -> None:
+        """Another function takes its place, as the model was compiled again: the steps in flight of
+        a pass that was left come to an end, and users see them."""
+        if self._run is not None:
+            self._run.stop()
+            self._all_done(self._run)
+        with self._flushing:
+            self._is_open = False  # Whatever comes to an end later.
+        if self.synchronizer is not None:
+            self.synchronizer.copies.let_go()
+
     def _hold_to_move(self) -> None:
         """Users are about to assign the global step, as when they load a checkpoint."""
         was_moved, self._is_moved = self._is_moved, True
