@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import compiled, mean_output, slope_model
+from helpers import AtBatch, compiled, compute_time, mean_output, slope_model
 
 import tf_recsync as recsync
 from tf_recsync.synchronization import copies as copies_of_groups
@@ -61,6 +61,17 @@ def test_what_is_no_number_is_not_taken_for_an_assignment():
     variables[1].assign(tf.constant([6.0, 2.0], tf.bfloat16))
     copies.begin()
     assert copies.assigned == [True, True, False]
+
+
+def test_another_model_that_has_a_variable_is_told_of_reads_when_copies_are_let_go():
+    ours, shared = CopiedVariable([1.0]), CopiedVariable([2.0])
+    copies = Copies([ours, shared], cluster=None, groups=[Group(0, trainers=(0,))])
+    copies.touched()
+    told = []
+    shared.before_read = lambda: told.append("read")
+    copies.let_go()
+    assert ours.numpy() == 1.0 and shared.numpy() == 2.0
+    assert told == ["read"]
 
 
 def test_a_server_that_does_not_answer_a_reading_holds_up_nobody_else(monkeypatch):
@@ -280,3 +291,27 @@ def test_who_looks_at_the_learning_rate_reads_nothing_else(make_copies, monkeypa
     # Nobody has assigned what was read.
     copies.begin()
     assert copies.assigned == [False, False]
+
+
+def test_the_steps_in_flight_of_a_fit_that_was_stopped_end_before_a_model_compiled_again_trains(
+    clusters,
+):
+    strategy = recsync.HopStrategy(clusters.get(workers=3, ps=4), recsync.topology.ring(3))
+    model = compiled(strategy, slope_model, lambda: recsync.optimizers.SGD(1.0), mean_output)
+
+    def stop():
+        model.stop_training = True
+
+    ones = np.ones((60, 1), np.float32)
+    with compute_time(strategy, 3.0):
+        model.fit(ones, ones, 1, verbose=0, callbacks=[AtBatch(0, stop)])
+    before = model.train_function
+    with strategy.scope():
+        model.compile(recsync.optimizers.SGD(1.0), mean_output)
+    strategy.attach(model)
+    assert not before.run.is_open
+    # Whatever comes to an end later, users see the new copies.
+    model.fit(ones, ones, 1, verbose=0)
+    trained = model.get_weights()[0]
+    before._all_done(before.run)
+    np.testing.assert_array_equal(model.get_weights()[0], trained)

@@ -15,11 +15,11 @@ def strategy(clusters):
     return clusters.strategy(2, 1)
 
 
-def make_model(strategy, is_built):
+def make_model(strategy, is_built, metrics=("mae",)):
     layers = [keras.layers.Dense(1, "sigmoid")]
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), *layers] if is_built else layers)
-        model.compile(recsync.optimizers.SGD(0.1), "binary_crossentropy", metrics=["mae"])
+        model.compile(recsync.optimizers.SGD(0.1), "binary_crossentropy", metrics=list(metrics))
     return model
 
 
@@ -63,6 +63,34 @@ def test_the_first_worker_may_have_no_data(strategy, is_built):
     assert sorted(strategy.worker_steps(model)) == [0, 4]
 
 
+class Last(keras.metrics.Metric):
+    """The mean of the last batch's labels, in a variable of each way in which some are merged."""
+
+    def __init__(self):
+        super().__init__(name="last")
+        self._last = [
+            self.add_variable((), "zeros", aggregation=aggregation)
+            for aggregation in ("mean", "only_first_replica")
+        ]
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        for last in self._last:
+            last.assign(keras.ops.mean(y_true))
+
+    def result(self):
+        return keras.ops.stack([last.value for last in self._last])
+
+
+def test_what_a_worker_without_data_has_of_a_metric_is_not_merged(strategy):
+    def part(context):
+        return dataset([0, 4][context.input_pipeline_id])
+
+    model = make_model(strategy, True, [Last()])
+    data = strategy.distribute_datasets_from_function(part)
+    logs = model.evaluate(data, return_dict=True, verbose=0)
+    np.testing.assert_array_equal(logs["last"], [1, 1])
+
+
 def test_an_epoch_that_is_stopped_at_once_has_the_loss_of_its_steps(strategy):
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -75,3 +103,13 @@ def test_an_epoch_that_is_stopped_at_once_has_the_loss_of_its_steps(strategy):
         loss = model.fit(dataset(), verbose=0, callbacks=[Stop()]).history["loss"][0]
         assert loss > 0
     assert len(seen) == 5 and min(seen) > 0
+
+
+def test_0_steps_stand_for_all_of_the_data_as_in_keras(strategy):
+    model = make_model(strategy, True)
+    expected = model.evaluate(dataset(), verbose=0)
+    assert expected[0] > 0
+    assert model.evaluate(dataset(), steps=0, verbose=0) == pytest.approx(expected)
+    model.fit(dataset(), epochs=2, steps_per_epoch=0, verbose=0)
+    assert sum(strategy.worker_steps(model)) == BATCHES
+    assert int(model.optimizer.iterations.numpy()) == 2 * BATCHES

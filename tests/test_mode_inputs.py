@@ -175,15 +175,20 @@ def test_data_in_batches_of_another_size_are_refused(three):
     assert int(model.optimizer.iterations.numpy()) == 4
 
 
+def shadow(cluster):
+    return recsync.ShadowSyncStrategy(cluster, recsync.EASGD(0.3))
+
+
 class Twice(OwnStep):
     def train_step(self, data):
         super().train_step(data)
         return super().train_step(data)
 
 
-def test_a_step_that_pushes_twice_is_refused(three):
-    with pytest.raises(ValueError, match="gradients of adagrad more than once; under sync train"):
-        compiled(recsync.SyncStrategy(three), Twice).fit(dataset(64), verbose=0)
+@pytest.mark.parametrize("make", [recsync.SyncStrategy, recsync.AsyncStrategy, shadow])
+def test_a_step_that_pushes_twice_is_refused(three, make):
+    with pytest.raises(ValueError, match="gradients by adagrad more than once.*sum of the losses"):
+        compiled(make(three), Twice).fit(dataset(64), verbose=0)
 
 
 @pytest.mark.cases("SyncStrategy-table", "GBAStrategy-out")

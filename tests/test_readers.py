@@ -192,7 +192,7 @@ def test_readers_run_what_was_predicted_with_before_and_none_of_predictions(two_
             start_predict=None,
             steps_per_epoch=None,
             length=None,
-            in_order=here,
+            first=10 if here else None,
             registrations=registrations,
             retries=True,
         )

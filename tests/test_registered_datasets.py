@@ -12,7 +12,7 @@ from tensorflow.python.data.experimental.ops import data_service_ops
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD
-from tf_recsync.strategies import registered_dataset
+from tf_recsync.strategies import distributed_dataset, registered_dataset
 from tf_recsync.strategies.registered_dataset import _MOST_KEPT
 
 
@@ -59,6 +59,21 @@ def test_a_dataset_that_is_used_again_is_sent_once(model):
     data = dataset(2.0)
     assert mean(model, data) == 2.0
     assert services(model) == before + 1  # The last one's.
+
+
+def test_the_first_batches_of_a_dataset_are_sent_once(model, monkeypatch):
+    sent, register = [], distributed_dataset.register
+
+    def register_and_count(*arguments):
+        sent.append(arguments)
+        return register(*arguments)
+
+    monkeypatch.setattr(distributed_dataset, "register", register_and_count)
+    data = tf.data.Dataset.range(6).map(lambda i: (tf.fill([4, 1], i), tf.ones([4, 1])))
+    # Another number of them is another dataset.
+    for steps, expected in [(3, 1.0), (5, 2.0), (None, 2.5)] * 2:
+        assert mean(model, data, steps=steps) == expected
+    assert len(sent) == 3
 
 
 def test_arrays_are_kept_no_longer_than_a_call(model):

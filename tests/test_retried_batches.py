@@ -196,8 +196,8 @@ def test_batches_that_can_not_be_found_again_are_dropped_with_one_warning(cluste
 class Numbers(keras.utils.PyDataset):
     """The batches, of which a function is told how many were made."""
 
-    def __init__(self, see):
-        super().__init__()
+    def __init__(self, see, **options):
+        super().__init__(**options)
         self._see = see
         self._made = itertools.count()
 
@@ -206,7 +206,7 @@ class Numbers(keras.utils.PyDataset):
 
     def __getitem__(self, number):
         self._see(next(self._made))
-        return np.array([[number]]), np.ones((1, 1), np.float32)
+        return np.array([[number]]), np.full((1, 1), 4.0 ** (number % 24))
 
 
 def test_what_keras_reads_in_order_is_found_again(cluster):
@@ -218,6 +218,18 @@ def test_what_keras_reads_in_order_is_found_again(cluster):
     assert strategy.losses(model).workers == 1
     assert counts_of(model).min() == 1
     check_all_are_done(model)
+
+
+def test_what_several_threads_of_keras_would_read_is_read_in_order(cluster, caplog):
+    strategy = recsync.AsyncStrategy(cluster)
+    model = make_model(strategy, [Sum()])
+    data = Numbers(lambda number: None, workers=4, max_queue_size=3)
+    # Each begins with a batch by which Keras sees what batches look like.
+    total = model.evaluate(data, return_dict=True, verbose=0)["sum"]
+    assert total == sum(4.0 ** (number % 24) for number in range(BATCHES))
+    model.fit(data, epochs=3, steps_per_epoch=BATCHES // 3, shuffle=False, verbose=0)
+    assert counts_of(model).tolist() == [1] * BATCHES
+    assert "One thread of this process makes the batches of the PyDataset" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["PyDataset", "generator"])

@@ -261,6 +261,37 @@ def test_a_part_of_a_batch_may_be_none(clusters, kind, steps):
         np.testing.assert_allclose(found[0]["loss"], expected[0]["loss"], rtol=0.1)
 
 
+class OutputsOfAllKinds(keras.Model):
+    """Predicts of an id what has another length for each example."""
+
+    def predict_step(self, batch):
+        ids = tf.range(tf.shape(batch["id"])[0])
+        ragged = tf.RaggedTensor.from_row_lengths(tf.repeat(batch["x"], ids, axis=0), ids)
+        sparse = tf.sparse.from_dense(batch["x"])
+        return {"ragged": ragged, "sparse": sparse, "number": tf.size(ids), "plain": batch["id"]}
+
+
+@pytest.mark.parametrize("steps", [1, 3], ids=["one step a call", "three steps a call"])
+def test_outputs_may_be_ragged_or_sparse_or_numbers(clusters, steps):
+    cluster = clusters.get(2, 1)
+    batches = tf.data.Dataset.from_tensor_slices(data()[0]).batch(BATCH)
+
+    def predicted(**options):
+        model = built(click, OutputsOfAllKinds)
+        model.compile(adagrad(), "mse", **options)
+        found = model.predict(batches, verbose=0)
+        ragged, sparse = found.pop("ragged"), found.pop("sparse")
+        found["rows"], found["row lengths"] = ragged.values.numpy(), ragged.row_lengths().numpy()
+        return {**found, "dense": tf.sparse.to_dense(sparse).numpy()}
+
+    with recsync.AsyncStrategy(cluster).scope():
+        found = predicted(steps_per_execution=steps)
+    expected = predicted()
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
 def slope(**options):
     """A model whose loss tells how many steps it has done."""
     layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")

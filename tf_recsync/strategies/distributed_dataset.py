@@ -72,8 +72,8 @@ class DistributedDataset:
         steps_per_epoch: an int, or None to run until the dataset ends.
         length: the steps of an epoch where Keras knows them, or None.
         batch_size: the examples of a batch where they are known, or None.
-        in_order: whether the dataset's elements count in its order, so that only
-            the coordinator can run it. Always with `start_predict`.
+        first: how many of the dataset's batches count, its first ones; None: all of them. Only the
+            coordinator can give the first ones, as it gives all in order with `start_predict`.
         reader_timeout: seconds to wait for the first reader.
         apart: the datasets that workers make, of which `dataset` is the first; None if
             there is one for all.
@@ -98,7 +98,7 @@ class DistributedDataset:
         steps_per_epoch: int | None,
         length: int | None,
         batch_size: int | None = None,
-        in_order: bool = False,
+        first: int | None = None,
         reader_timeout: float = 60.0,
         apart: WorkerDatasets | None = None,
         passes: reshuffling.Passes | None = None,
@@ -116,10 +116,11 @@ class DistributedDataset:
         self._passes = passes or reshuffling.Passes()
         self._registrations = registrations or Registrations()
         self._reader_timeout = reader_timeout
-        is_here = in_order or start_predict is not None
+        is_here = first is not None or start_predict is not None
         self.readers = 0 if is_here or apart is not None else cluster.readers
         self._apart = apart
-        self.dataset = dataset
+        self._whole, self._first = dataset, first  # By these it is registered.
+        self.dataset = dataset if first is None else dataset.take(first)
         self._given = dataset if given is None else given
         self.steps_per_epoch = steps_per_epoch
         self._length = length
@@ -374,13 +375,13 @@ class DistributedDataset:
         if position.batches or reshuffling.is_reshuffled(self.dataset):
             return self._register(number, position.prefix, position.done, parts), number
         if self._registered is None:
-            kind = (self.is_numbered, self.readers)
+            kind = (self.is_numbered, self.readers, self._first)
             self._registered = self._registrations.find(
-                self._cluster, self.dataset, kind, self._reader_timeout
+                self._cluster, self._whole, kind, self._reader_timeout
             )
             if self._registered is None:
                 self._registered = self._register(number, 0, (), parts)
-                self._registrations.add(self.dataset, kind, self._registered)
+                self._registrations.add(self._whole, kind, self._registered)
         return self._registered, number
 
     def rest(self, number: int, done: DoneBatches, parts: int) -> RegisteredDataset:

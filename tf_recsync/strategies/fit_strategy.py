@@ -9,7 +9,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import keras
@@ -26,6 +26,7 @@ from tf_recsync.strategies import (
     checks,
     model_functions,
     reshuffling,
+    train_function,
     watched_calls,
     worker_functions,
 )
@@ -91,6 +92,11 @@ class FitStrategy(tf.distribute.Strategy):
         self._guard = watched_calls.CallGuard(cluster, limit)
         self._recordings: weakref.WeakKeyDictionary[keras.Model, Recordings]
         self._recordings = weakref.WeakKeyDictionary()
+        # What a model was trained by last: it may have been compiled again since.
+        self._trained: weakref.WeakKeyDictionary[
+            keras.Model, weakref.ReferenceType[train_function.TrainFunction]
+        ]
+        self._trained = weakref.WeakKeyDictionary()
         with self._guard.watched():
             self._check_servers(cluster, arrangement)
         super().__init__(Extended(self, self._guard, cluster, arrangement, self.copies_tables))
@@ -194,10 +200,11 @@ class FitStrategy(tf.distribute.Strategy):
                 workers make can't be used so.
         """
         _check_options(options)
+        caller = _keras_caller()
         if isinstance(dataset, tf.data.Dataset):
+            dataset = _made_by_one_thread(dataset, caller.adapter)
             checks.check_is_batched(dataset)
             dataset = without_optionals(dataset)
-        caller = _keras_caller()
         if caller.model is not None:
             self.attach(caller.model)
             if caller.verb == "fit":
@@ -213,11 +220,11 @@ class FitStrategy(tf.distribute.Strategy):
         # Keras shuffles what it knows the length of.
         is_shuffled = isinstance(given, keras.utils.PyDataset) and pass_length is not None
         is_shuffled = is_shuffled and bool(caller.arguments.get("shuffle"))
-        in_order = apart is None and steps is not None and verb not in (None, "fit")
-        if in_order:
+        first = None
+        if apart is None and steps is not None and verb not in (None, "fit"):
             # The first batches, whichever workers they go to.
             pass_length = None if pass_length is None else min(pass_length, steps)
-            dataset, steps = dataset.take(steps), None
+            first, steps = steps, None
         batch = self._batch_size(dataset, caller.batch_size) if verb == "fit" else None
         start_predict = caller.model.predict_function.start if verb == "predict" else None
         found = DistributedDataset(
@@ -227,7 +234,7 @@ class FitStrategy(tf.distribute.Strategy):
             steps,
             caller.length,
             batch,
-            in_order,
+            first,
             self._settings.silence_timeout,
             apart,
             self._passes,
@@ -239,7 +246,7 @@ class FitStrategy(tf.distribute.Strategy):
             given if isinstance(given, tf.data.Dataset) else None,
             pass_length,
             is_shuffled,
-            caller.first_batches if inspect.isgenerator(given) else None,
+            getattr(caller.adapter, "generator", None) if inspect.isgenerator(given) else None,
         )
         if verb == "fit" and caller.model is not None:
             # Callbacks may need the placement before the first step.
@@ -374,7 +381,11 @@ class FitStrategy(tf.distribute.Strategy):
             return
         if getattr(model, "run_eagerly", False):
             raise ValueError("run_eagerly=True can't be used under this strategy")
+        before = self._trained.get(model, lambda: None)()
+        if before is not None:
+            before.leave()
         self._put_functions(model)
+        self._trained[model] = weakref.ref(model.train_function)
         if model in self._recordings:
             self._recordings_of(model)
         # A model that defines no `build` says that it is built when that was called, whatever its
@@ -654,6 +665,26 @@ def _is_jit_compiled(model: keras.Model) -> bool:
     return bool(model.jit_compile)
 
 
+def _made_by_one_thread(dataset: tf.data.Dataset, adapter: Any) -> tf.data.Dataset:
+    """A dataset, of a `keras.utils.PyDataset` one whose batches are made one after the other.
+
+    Keras's queue for several threads keeps batches of a pass that was left for the next one, and
+    can't be asked between two epochs: it takes for granted that nobody reads ahead.
+
+    Args:
+        dataset: what the adapter has made.
+        adapter: Keras's, of the data; or None.
+    """
+    if getattr(adapter, "enqueuer", None) is None:
+        return dataset
+    logging.warning(
+        "One thread of this process makes the batches of the PyDataset, whatever its workers and "
+        "use_multiprocessing are; use a tf.data.Dataset for more."
+    )
+    adapter.enqueuer = None
+    return adapter.get_tf_dataset()
+
+
 def _check_options(options) -> None:
     if options is not None:
         raise ValueError(f"options must be None, not {options!r}")
@@ -670,7 +701,7 @@ class _Caller:
         length: the steps of an epoch where Keras knows them, or None.
         pass_length: the batches of the data where Keras knows them, or None.
         batch_size: the examples of a batch where Keras knows them, or None.
-        first_batches: gives batches from the beginning, those first that Keras has looked at.
+        adapter: what Keras makes the dataset of the data with; None outside of these.
         arguments: what Keras makes its epoch iterator of.
         is_over: whether that call has ended, in whatever way.
     """
@@ -681,7 +712,7 @@ class _Caller:
     length: int | None = None
     pass_length: int | None = None
     batch_size: int | None = None
-    first_batches: Callable[[], Iterator[Any]] | None = None
+    adapter: Any = None
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_over: Callable[[], bool] = lambda: False
 
@@ -723,11 +754,11 @@ def _keras_caller() -> _Caller:
             # Keras's epoch iterator, which knows the length of shuffled arrays, too.
             found = dataclasses.replace(
                 found,
-                steps=caller.steps_per_epoch,
+                steps=caller.steps_per_epoch or None,  # As Keras takes 0.
                 length=caller.num_batches,
                 pass_length=caller.data_adapter.num_batches,
                 batch_size=caller.data_adapter.batch_size,
-                first_batches=getattr(caller.data_adapter, "generator", None),
+                adapter=caller.data_adapter,
                 arguments=frame.f_locals.get("kwargs", {}),
             )
         verb = frame.f_code.co_name

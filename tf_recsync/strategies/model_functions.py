@@ -387,12 +387,6 @@ class Steps:
             logging.warning("%d batches of the epoch were lost with servers.", missing)
             self._losses += Losses(batches=int(missing))
 
-    def _settle(self, run: WorkerRun) -> None:
-        """Waits for the steps in flight of a pass that was stopped, and applies all of them."""
-        run.settle()
-        with self.watched():
-            self._flush()
-
     def _begin_epoch(self, iterator: DistributedIterator) -> None:
         run = iterator.run
         steps = iterator.distributed.steps_per_epoch
@@ -531,11 +525,8 @@ class Steps:
                 own = dataclasses.replace(begin, passes=self._passes_before)
                 self.beginning = own
         self._position = iterator.failed = None
-        run = self._run
-        run.when_done(self._go_on)
-        for optimizer in self._variables.optimizers:
-            optimizer.wait_for_steps = lambda: self._settle(run)
-        return run
+        self._run.when_done(self._go_on)
+        return self._run
 
     def _end_failed(self, run: WorkerRun, error: BaseException) -> None:
         """A call of Keras has failed: the pass ends."""

@@ -6,7 +6,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import concat
 
 from tf_recsync.cluster import fetch
 from tf_recsync.cluster.making_functions import making_functions
@@ -57,7 +59,7 @@ class PredictFunction:
         ]
         if len(outputs) == 1:
             return outputs[0]
-        return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+        return keras.tree.map_structure(lambda *parts: concat(list(parts)), *outputs)
 
     def _function(self, element_spec: Any) -> tuple[Callable, Layout]:
         """Predicts a batch; and where it finds the variables. Traced where it has changed."""
@@ -93,8 +95,9 @@ class PredictFunction:
                 number, outputs = function(slot.state.iterator, *slot.state.inputs)
             except tf.errors.OutOfRangeError:
                 return 0, True, None
-            number, outputs = fetch((number, outputs))
-            predicted, number = Predicted(outputs), int(number)
+            specs = tf.nest.map_structure(tf.type_spec_from_value, outputs)
+            number, *arrays = fetch([number, *tf.nest.flatten(outputs, expand_composites=True)])
+            predicted, number = Predicted(specs, arrays), int(number)
             batches.note(slot, [number])
             return 1, False, (number, predicted)
 
@@ -118,13 +121,20 @@ class PredictFunction:
 
 
 class Predicted:
-    """The outputs of one batch."""
+    """The outputs of one batch.
 
-    def __init__(self, arrays: Any):
+    Args:
+        specs: their type specs, in their structure.
+        arrays: of all tensors that they are made of.
+    """
+
+    def __init__(self, specs: Any, arrays: list[np.ndarray]):
+        self._specs = specs
         self._arrays = arrays
 
     @property
     def outputs(self) -> Any:
         """The outputs as tensors of this process."""
         with tf.device("/CPU:0"):
-            return keras.tree.map_structure(tf.constant, self._arrays)
+            tensors = [tf.constant(array) for array in self._arrays]
+        return tf.nest.pack_sequence_as(self._specs, tensors, expand_composites=True)

@@ -21,10 +21,11 @@ from tf_recsync.synchronization.remote_functions import RemoteFunction, traced_o
 from tf_recsync.synchronization.remote_values import on_worker
 
 _REFRESH_MILLISECONDS = 50  # How often a worker asks whether a pass has ended.
-_MOST_KEPT = 8  # Datasets; each has threads of its own in this process.
+_MOST_KEPT = 8  # Datasets, and kinds of each; each has threads of its own in this process.
 
-# Whether the batches of what is registered have numbers, and in how many readers it runs.
-Kind = tuple[bool, int]
+# Whether the batches of what is registered have numbers, in how many readers it runs, and how many
+# of the dataset's batches it has, from the first on; None: all.
+Kind = tuple[bool, int, int | None]
 
 
 def register(
@@ -259,7 +260,8 @@ class Registrations:
         if _has_resources(dataset):
             return
         with self._lock:
-            self._kept[dataset] = {**self._kept.pop(dataset, {}), kind: registered}
+            kinds = [*self._kept.pop(dataset, {}).items(), (kind, registered)]
+            self._kept[dataset] = dict(kinds[-_MOST_KEPT:])
             for oldest in list(self._kept)[:-_MOST_KEPT]:
                 del self._kept[oldest]
 

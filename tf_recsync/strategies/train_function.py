@@ -497,6 +497,16 @@ class TrainFunction(Steps):
     def _start(self, iterator: DistributedIterator) -> WorkerRun:
         run = super()._start(iterator)
         self.synchronizer.fail = run.fail
+        run.when_done(lambda: self._all_done(run))
+        return run
+
+    def _listen(self) -> None:
+        """Has variables tell of their use, and optimizers wait for steps at the end of `fit`.
+
+        Another model that has some of them, too, may have been trained meanwhile.
+        """
+        for optimizer in self._variables.optimizers:
+            optimizer.wait_for_steps = self._settle
         # The copies see to it themselves.
         apart = {id(variable) for variable in peeked_variables(self._model)}
         for variable in [*self._model.variables, *self._model.optimizer.variables]:
@@ -507,8 +517,6 @@ class TrainFunction(Steps):
             found = shown(optimizer._iterations._value)
             if found is not None and not is_copied(optimizer._iterations):
                 found.before_assign = self._hold_to_move
-        run.when_done(lambda: self._all_done(run))
-        return run
 
     def _open(self, worker: int, before: WorkerState | None, *parts: Any) -> WorkerState:
         group = self._group_of(worker)
@@ -590,6 +598,7 @@ class TrainFunction(Steps):
             warn_of_moving_averages(self._model, max(sizes) * self.threads)
         self.ensure_synchronizer()
         layout = super()._continue(iterator)
+        self._listen()
         for begin in (self.synchronizer.copies.begin, self.synchronizer.begin):
             self._begin_without_the_gone(begin)
         # Within a run, clocks go on.
@@ -737,9 +746,27 @@ class TrainFunction(Steps):
             return False  # Nobody is at work.
         # If fit was stopped within an epoch, its steps have come to an end.
         if self._run is not None and self._should_stop():
-            self._settle(self._run)
+            self._settle()
             return False
         return super()._hold()
+
+    def _settle(self) -> None:
+        """If `fit` was stopped within an epoch, waits for the steps in flight, and applies all."""
+        if self._run is not None:
+            self._run.settle()
+            with self.watched():
+                self._flush()
+
+    def leave(self) -> None:
+        """Another function takes its place, as the model was compiled again: the steps in flight of
+        a pass that was left come to an end, and users see them."""
+        if self._run is not None:
+            self._run.stop()
+            self._all_done(self._run)
+        with self._flushing:
+            self._is_open = False  # Whatever comes to an end later.
+        if self.synchronizer is not None:
+            self.synchronizer.copies.let_go()
 
     def _hold_to_move(self) -> None:
         """Users are about to assign the global step, as when they load a checkpoint."""

@@ -341,7 +341,7 @@ class MetricsMerger:
 
     A variable is merged by its Keras aggregation: "sum" adds what each worker
     added to the initial value, "mean" averages, "only_first_replica" takes the
-    first worker's.
+    first worker's. The last two are those of workers that have done a step.
 
     Args:
         variables: metric variables of the model, and what else workers accumulate.
@@ -378,18 +378,21 @@ class MetricsMerger:
     def merged(self) -> list[np.ndarray]:
         """The merged values, one for each variable."""
         with self._lock:
-            parts = [self._parts[key] for key in sorted(self._parts, key=lambda key: key[0])]
+            keys = sorted(self._parts, key=lambda key: key[0])
+            parts = [self._parts[key] for key in keys]
+            counted = [self._parts[key] for key in keys if key[1].has_counted]
         merged = []
         for i, (variable, initial) in enumerate(zip(self._variables, self.initial, strict=True)):
-            values = [part[i] for part in parts]
+            is_sum = variable.aggregation not in ("mean", "only_first_replica")
+            values = [part[i] for part in (parts if is_sum else counted)]
             if not values:
                 merged.append(initial)
+            elif is_sum:
+                merged.append(initial + np.sum([v - initial for v in values], axis=0))
             elif variable.aggregation == "mean":
                 merged.append(np.mean(values, axis=0).astype(initial.dtype))
-            elif variable.aggregation == "only_first_replica":
-                merged.append(values[0])
             else:
-                merged.append(initial + np.sum([v - initial for v in values], axis=0))
+                merged.append(values[0])
         return merged
 
     def assign(self) -> list[np.ndarray]:

@@ -537,7 +537,8 @@ class Copies:
     def _rest(self) -> None:
         self._stale = False
         for variable in self.seen:
-            variable.before_read = None
+            if variable.before_read in (self._peek, self.refresh):  # Not another model's.
+                variable.before_read = None
 
     def refresh(self, force: bool = False) -> None:
         """Writes what the copies come to into what users see."""

@@ -520,6 +520,14 @@ class Step:
         return summed
 
     def push(self, optimizer: base.Optimizer, grads, variables, learning_rate) -> None:
+        if any(other is optimizer for other, _ in self._pushes):
+            raise ValueError(
+                f"train_step applied gradients by {optimizer.name} more than once: a step pulls "
+                "the parameters once, so that what is computed for the second time knows nothing "
+                "of the first; apply the gradients of the sum of the losses, with a "
+                "recsync.optimizers.MultiOptimizer if parts of the model are to learn in "
+                "different ways"
+            )
         plans: dict[str, PushPlan] = {}
 
         def plan_of(device: str) -> PushPlan:
@@ -547,11 +555,6 @@ class Step:
                     plan.add_rows(state, *table.resolve(gradient))
         for plan in plans.values():
             plan.pack(learning_rate)
-        if self._aggregation.takes_tokens and any(o is optimizer for o, _ in self._pushes):
-            raise ValueError(
-                f"train_step applied gradients of {optimizer.name} more than once; under "
-                f"{self._aggregation.mode.name} training a step is one push"
-            )
         self._pushes.append((optimizer, plans))
 
     def decay_weights(self, variables) -> None:
