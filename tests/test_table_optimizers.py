@@ -1,5 +1,7 @@
 """Tables that are trained by optimizers of their own."""
 
+import dataclasses
+
 import h5py
 import keras
 import numpy as np
@@ -229,6 +231,22 @@ def test_optimizers_stay_apart_that_become_equal_later(tmp_path):
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert list(loaded.optimizer.parts) == ["default", "table_a", "table_c"]
     check_alike([model, loaded])
+
+
+def test_optimizers_without_a_configuration_train_those_tables_that_were_given_them():
+    class Halving(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.5 ** (1.0 + keras.ops.cast(step, "float32"))
+
+    first, second = SGD(Halving()), SGD(Halving())
+    own = {"a": lambda: first, "b": lambda: None, "c": lambda: second, "d": lambda: first}
+    model = model_of(own=own)
+    model.fit(dataset(2), verbose=0)
+    assert list(model.optimizer.parts) == ["default", "table_a", "table_c"]
+    assert float(model.optimizer.parts["table_a"].learning_rate) == 0.125
+    tables = model.get_layer("tables").table_configs
+    assert tables[0] == dataclasses.replace(tables[0])
+    assert tables[0] != dataclasses.replace(tables[0], optimizer=second)
 
 
 def test_what_an_optimizer_can_not_load_is_an_error(tmp_path):
