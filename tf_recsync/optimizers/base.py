@@ -503,6 +503,10 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         else:
             push.push(self, grads, trainable_variables, learning_rate)
 
+    def _use_weight_decay(self, variable):
+        # By TensorFlow's name, which has the layers' in it: Keras asks for that in one process.
+        return super()._use_weight_decay(getattr(variable, "_value", variable))
+
     def _apply_weight_decay(self, variables):
         push = context.current_push()
         if push is None:
