@@ -122,6 +122,38 @@ def test_dense_variables_and_rows_follow_the_eager_rule(case, swap, jit):
 
 
 @pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("case", ["adam", "ftrl"])
+def test_after_the_global_step_was_set_back_moments_and_periods_go_on_from_there(case, jit):
+    values = [RNG.normal(size=(3, 2)), RNG.normal(size=(4,))]
+    variables = [
+        keras.Variable(value, dtype="float32", name=name)
+        for value, name in zip(values, ("embeddings", "kernel"), strict=True)
+    ]
+    optimizer, rules = None, []
+    for value in values:
+        optimizer, rule = make(case, value, swap=SWAP)
+        rules.append(rule)
+    optimizer.build(variables)
+
+    @tf.function(jit_compile=jit)
+    def apply(rows, gradient):
+        optimizer.apply([tf.IndexedSlices(rows, tf.range(3), tf.constant([3, 2])), gradient])
+
+    back = 2 * SWAP.period - 2
+    for t in [*range(1, 30), *range(back + 1, 40)]:
+        if t == back + 1:
+            optimizer.iterations.assign(back)
+        gradients = [RNG.normal(size=value.shape).astype(np.float32) for value in values]
+        apply(*map(tf.constant, gradients))
+        for rule, gradient in zip(rules, gradients, strict=True):
+            if t % SWAP.period == 0:
+                rule.decay(SWAP.decay)
+            rule.step(gradient, ..., t)
+    for variable, rule in zip(variables, rules, strict=True):
+        np.testing.assert_allclose(variable, rule.w, 2e-4, 2e-5)
+
+
+@pytest.mark.parametrize("jit", [False, True])
 def test_beyond_what_int32_counts_periods_end_and_each_step_is_the_one_after_the_last(jit):
     most = 2**31 - 1
     value = RNG.normal(size=(6, 3))
@@ -270,6 +302,28 @@ def test_adam_that_is_not_lazy_on_parameter_servers_is_stock_adam(clusters, make
     np.testing.assert_array_equal(weights_of(model)[0][20:], before[20:])
 
 
+@pytest.mark.cases("async")
+@pytest.mark.parametrize("name", ["one process", *STRATEGIES])
+def test_after_the_global_step_was_set_back_adam_goes_on_as_the_stock_one_does(clusters, name):
+    local = tf.distribute.get_strategy()
+    strategy = local if name == "one process" else STRATEGIES[name](clusters.get(1, 2))
+    ids = RNG.integers(0, 10, (128, 3)) * 2 + np.arange(128)[:, None] // 16 % 2
+    labels = RNG.normal(size=(128, 1)).astype(np.float32)
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = click_model(sharded_table(), optimizers.Adam(0.02, lazy=False))
+    stock = click_model(keras.layers.Embedding(**EMBEDDING), StockAdam(0.02))
+    stock.set_weights(weights_of(model))
+    for _ in range(2):
+        model.fit(ids, labels, batch_size=8, shuffle=False, verbose=0)
+        size = 16 if name == "sync" else 8
+        stock.fit(ids, labels, batch_size=size, shuffle=False, verbose=0)
+        for one in (model, stock):
+            one.optimizer.iterations.assign(2)
+    for got, expected in zip(weights_of(model), stock.get_weights(), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_adam_that_is_not_lazy_goes_on_from_servers_checkpoint_in_one_process(clusters, tmp_path):
     ids = RNG.integers(0, 20, (64, 3))
     labels = RNG.normal(size=(64, 1)).astype(np.float32)
@@ -384,6 +438,37 @@ def test_the_gradient_is_weighted_by_its_staleness_before_it_enters_the_moments(
     np.testing.assert_allclose(state.variable.numpy(), rule.w, 2e-4, 2e-5)
 
 
+@pytest.mark.parametrize("is_table", [True, False])
+@pytest.mark.parametrize("case", ["adam", "ftrl", "ftrl, regularized"])
+def test_a_gradient_of_weight_zero_is_no_update_but_its_staleness_counts(case, is_table):
+    policy, swap = staleness.Threshold(iota=1), recsync.Swap(period=2, decay=0.5)
+    optimizer, _ = make(case, np.ones((1, 2)), staleness=policy, swap=swap)
+    name = "embeddings" if is_table else "kernel"
+    variable = keras.Variable(RNG.normal(size=(1, 2)), dtype="float32", name=name)
+    optimizer.build([variable])
+    state = optimizer.state_of(variable)
+
+    def push_one(value, pulled, step):
+        if is_table:
+            push(optimizer, state, [0], [value], [pulled], step)
+        else:
+            step = tf.constant(step, tf.int64)
+            optimizer.apply_dense([state], tf.constant(value), [pulled], tf.constant(LR), step)
+
+    for step in range(1, 4):
+        push_one([0.5, -1.0], step - 1, step)
+    kept = [v for v in (variable, *state.beside) if v is not state.counters]
+    before = [v.numpy() for v in kept]
+    push_one([np.inf, 1.0], 1, 4)  # Of age 2.
+    for one, expected in zip(kept, before, strict=True):
+        np.testing.assert_array_equal(one, expected)
+    found = staleness.Statistics.from_counters([state.counters.numpy()])
+    assert (found.count, found.max) == (4, 3)
+    push_one([0.5, -1.0], 2, 5)  # Of age 1.
+    assert np.ravel(state.versions).tolist() == [4]
+    assert not np.array_equal(variable, before[0])
+
+
 def test_a_late_push_leaves_adams_moments_as_if_it_had_come_in_time():
     value = np.ones((1, 2))
     gradients = {1: [0.5, -1.0], 2: [2.0, 1.0], 3: [-1.0, 0.25]}
@@ -391,7 +476,7 @@ def test_a_late_push_leaves_adams_moments_as_if_it_had_come_in_time():
     for order in ([1, 2, 3], [1, 3, 2], [3, 2, 1]):
         optimizer, _, state = built("adam", value)
         for t in order:
-            push(optimizer, state, [0], [gradients[t]], [], t)
+            push(optimizer, state, [0], [gradients[t]], [0], t)
         moments.append([a.numpy() for a in state.accumulators])
         assert state.last_steps[0].numpy().tolist() == [3]
     for late in moments[1:]:

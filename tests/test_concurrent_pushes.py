@@ -127,7 +127,7 @@ def test_a_periods_decay_is_not_lost_by_hogwilds_updates_that_begin_it_side_by_s
                 last_updates=[],
                 accumulators=[accumulator.handle],
                 gradient=gradient,
-                pulled_versions=tf.zeros([0], tf.int64),
+                pulled_versions=[0],
                 learning_rate=0.1,
                 global_step=step,
                 swap_period=1,
@@ -158,8 +158,8 @@ def test_pushes_side_by_side_that_move_all_rows_take_each_row_to_the_last_step()
     def push_those_of(thread):
         for i in range(thread, len(named), threads):
             ids, step = tf.constant(named[i]), tf.constant(i + 1, tf.int64)
-            bags, fresh = PackedBags.pack([Bags(ids)]), tf.zeros([0], tf.int64)
-            optimizer.apply_rows([state], tf.ones([len(ids) * 4]), bags, fresh, 0.01, step)
+            bags, pulled = PackedBags.pack([Bags(ids)]), tf.zeros([len(ids)], tf.int64)
+            optimizer.apply_rows([state], tf.ones([len(ids) * 4]), bags, pulled, 0.01, step)
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         list(pool.map(push_those_of, range(threads)))

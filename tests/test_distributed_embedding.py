@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tf_recsync as recsync
-from tf_recsync.layers import DistributedEmbedding
+from tf_recsync.layers import DistributedEmbedding, TableConfig
 
 BATCH = 4
 
@@ -114,6 +114,32 @@ def test_a_model_trains_and_is_saved_as_with_keras_rs(clusters, tmp_path):
     loaded = keras.models.load_model(tmp_path / "model.keras")
     ids = inputs(5)
     np.testing.assert_allclose(loaded(ids), model.predict(ids, verbose=0), rtol=1e-5)
+
+
+def test_a_saved_layer_keeps_who_trains_its_tables_and_is_placed_anew(clusters, tmp_path):
+    def table(name, rate=0.2):
+        return TableConfig(name, 12, 3, optimizer=recsync.optimizers.Ftrl(rate))
+
+    with recsync.AsyncStrategy(clusters.get(1, 2)).scope():
+        tables = {"a": table("a"), "b": table("b"), "c": table("c", 0.3)}
+        placement = recsync.plan_placement(list(tables.values()), 2)
+        # Two features of a table, each with a configuration of its own.
+        tables["again"] = table("b")
+        features = {n: keras_rs.layers.FeatureConfig(n, t, (4,), (4, 3)) for n, t in tables.items()}
+        layer = DistributedEmbedding(features, placement=placement, name="embedding")
+        inputs = {name: keras.Input((), batch_size=4, dtype="int64", name=name) for name in tables}
+        model = keras.Model(inputs, keras.layers.Concatenate()(list(layer(inputs).values())))
+        model.compile(recsync.optimizers.per_table(recsync.optimizers.SGD(0.1)), "mse")
+    ids = {name: np.arange(4) for name in tables}
+    model.fit(ids, np.ones([4, 12]), batch_size=4, verbose=0)
+    # What had equal optimizers at first has one; now the third has an equal one, too.
+    assert list(model.optimizer.parts) == ["table_a", "table_c"]
+    model.optimizer.parts["table_a"].learning_rate = 0.3
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert list(loaded.optimizer.parts) == ["table_a", "table_c"]
+    assert loaded.get_layer("embedding").collection.placement.ps == 1
+    np.testing.assert_allclose(loaded(ids), model.predict(ids, batch_size=4, verbose=0), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,22 @@ def test_a_schedule_goes_on_by_updates_where_one_process_adds_up_as_many_example
     assert_close(other.get_weights(), model.get_weights(), 1e-5)
 
 
+def test_a_schedule_of_the_users_own_needs_no_configuration(tmp_path):
+    class Halving(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.5 ** (1.0 + keras.ops.cast(step, "float32"))
+
+    model = local(lambda: recsync.optimizers.SGD(Halving()), examples=64)
+    before = model.get_weights()
+    fit(model, 2, batch=64)
+    rate = [float(model.optimizer.learning_rate)]
+    other = switched(
+        model, tmp_path / "a.weights.h5", lambda: recsync.optimizers.SGD(Halving()), examples=64
+    )
+    assert [step_of(other), float(other.optimizer.learning_rate)] == [2, *rate] == [2, 0.125]
+    assert not np.allclose(other.get_weights()[0], before[0])
+
+
 def test_a_changed_period_replaces_the_saved_one_and_says_so(tmp_path, logged):
     def make(period):
         return recsync.optimizers.Adagrad(0.1, swap=recsync.Swap(period))

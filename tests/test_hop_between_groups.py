@@ -101,6 +101,18 @@ def test_updates_of_an_epoch_count_for_an_iteration_of_the_next_one_by_hop(clust
     assert max(strategy.sync_report(model).syncs) <= 16 * epochs // 24
 
 
+def test_updates_are_those_of_the_parts_of_an_optimizer_that_train_by_hop(cluster):
+    def make():
+        idle, own = (recsync.optimizers.SGD(0.01) for _ in range(2))
+        optimizer_map = keras.optimizers.OptimizerMap(own, {"no such variable": idle})
+        return recsync.optimizers.MultiOptimizer(optimizer_map)
+
+    strategy = hierarchical(cluster, BETWEEN["Hop"])
+    model = line(strategy, make)
+    model.fit(numbers(20), verbose=0)
+    fits_until(lambda: min(strategy.sync_report(model).syncs) > 0, model, numbers(20))
+
+
 def test_hop_goes_on_from_a_checkpoint_of_another_algorithm(cluster, tmp_path):
     easgd = hierarchical(cluster)
     model = line(easgd)

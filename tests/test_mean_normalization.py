@@ -64,6 +64,21 @@ def test_an_empty_batch_leaves_the_moving_average_alone():
     np.testing.assert_array_equal(layer.moving_mean, before)
 
 
+def test_a_frozen_layer_uses_its_moving_average_and_leaves_it_alone():
+    """As Keras's BatchNormalization, of which only the formula differs."""
+    layer, stock = MeanNormalization(momentum=0.5), keras.layers.BatchNormalization(momentum=0.5)
+    x = RNG.normal(3.0, 1.0, (8, 2)).astype(np.float32)
+    for one in (layer, stock):
+        one(x, training=True)
+        one.trainable = False
+        moving, y = one.moving_mean.numpy(), one(2 * x, training=True)
+        np.testing.assert_array_equal(one.moving_mean, moving)
+        np.testing.assert_array_equal(y, one(2 * x))
+    layer.trainable = True
+    layer(2 * x, training=True)
+    assert np.all(layer.moving_mean.numpy() > 3.0)
+
+
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("spoiled", [np.nan, np.inf])
 def test_a_mean_that_is_not_finite_spoils_its_batch_alone(spoiled, jit):

@@ -1,5 +1,7 @@
 """Tables that are trained by optimizers of their own."""
 
+import dataclasses
+
 import h5py
 import keras
 import numpy as np
@@ -11,7 +13,7 @@ import tf_recsync as recsync
 from tf_recsync import checkpoint
 from tf_recsync.checkpoint.restoring import restore_lost
 from tf_recsync.layers import EmbeddingCollection, FeatureConfig, TableConfig
-from tf_recsync.optimizers import SGD, Adagrad, Ftrl, SwapAdagrad, per_table
+from tf_recsync.optimizers import SGD, Adagrad, Adam, Ftrl, SwapAdagrad, per_table
 from tf_recsync.optimizers.per_table import TableOptimizers
 
 pytestmark = pytest.mark.usefixtures("end_calls_of_servers_that_were_cut_off")
@@ -229,6 +231,59 @@ def test_optimizers_stay_apart_that_become_equal_later(tmp_path):
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert list(loaded.optimizer.parts) == ["default", "table_a", "table_c"]
     check_alike([model, loaded])
+
+
+def test_parts_go_on_at_steps_of_their_own_where_servers_collect_pushes(clusters, tmp_path):
+    """A default optimizer that trains nothing at first, and then one that begins anew."""
+    own = OWN | dict.fromkeys("abd", lambda: Adam(0.01))
+    collecting = recsync.SyncStrategy(clusters.get(1, 2), global_batch_size=8, local_batch_size=8)
+
+    def compiled(model, trains):
+        with model.distribute_strategy.scope():
+            model.get_layer("dense").trainable = trains
+            schedule = keras.optimizers.schedules.PiecewiseConstantDecay([7], [0.5, 0.01])
+            model.compile(per_table(SGD(schedule)), "mse")
+        return model
+
+    class Assign(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.get_weights()  # Nobody is in a step from here on.
+            for part in self.model.optimizer.optimizers:
+                part.iterations.assign(part.iterations)
+
+    def check(steps):
+        found, expected = (list(values_of(model).values()) for model in (trained, local))
+        assert_close(found, expected, 1e-4)
+        parts = trained.optimizer.parts
+        assert {name: int(part.iterations.numpy()) for name, part in parts.items()} == steps
+
+    first = compiled(model_of(own=own), False)
+    first.fit(dataset(10), verbose=0, shuffle=False)
+    first.save_weights(tmp_path / "first.weights.h5")
+    local, trained = (compiled(model_of(one, own), False) for one in (None, collecting))
+    for model in (local, trained):
+        model.load_weights(tmp_path / "first.weights.h5")
+        model.fit(dataset(5), verbose=0, shuffle=False, callbacks=[Assign()])
+    check({"table_a": 15, "table_c": 15})
+    for model in (local, trained):
+        compiled(model, True).fit(dataset(5), epochs=2, verbose=0, shuffle=False)
+    check({"default": 10, "table_a": 25, "table_c": 25})
+
+
+def test_optimizers_without_a_configuration_train_those_tables_that_were_given_them():
+    class Halving(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.5 ** (1.0 + keras.ops.cast(step, "float32"))
+
+    first, second = SGD(Halving()), SGD(Halving())
+    own = {"a": lambda: first, "b": lambda: None, "c": lambda: second, "d": lambda: first}
+    model = model_of(own=own)
+    model.fit(dataset(2), verbose=0)
+    assert list(model.optimizer.parts) == ["default", "table_a", "table_c"]
+    assert float(model.optimizer.parts["table_a"].learning_rate) == 0.125
+    tables = model.get_layer("tables").table_configs
+    assert tables[0] == dataclasses.replace(tables[0])
+    assert tables[0] != dataclasses.replace(tables[0], optimizer=second)
 
 
 def test_what_an_optimizer_can_not_load_is_an_error(tmp_path):

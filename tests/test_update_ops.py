@@ -363,6 +363,7 @@ def test_the_gradient_is_weighted_before_it_enters_the_accumulator(policy, table
     attributes, rho = POLICIES[policy]
     value = RNG.normal(size=(5, 2))
     state, one, pushes = State(value, table), Rule(value, rule == "adagrad"), []
+    updates = np.zeros(5 if table else (), np.int64)
     for step in range(1, 40):
         ids = RNG.integers(0, 5, 4) if table else None
         gradient = random_gradient((4, 2) if table else (10,))
@@ -378,9 +379,13 @@ def test_the_gradient_is_weighted_before_it_enters_the_accumulator(policy, table
         for row, g in rows.items():
             own = (ids == row) if table else [True]
             tau = int((now - pulled + 1)[own].max())
-            one.update(row, g, rho(tau, one.length.get(row, 0.0), *measured))
+            weight = rho(tau, one.length.get(row, 0.0), *measured)
             pushes[-1].append(tau)
+            if weight > 0:
+                one.update(row, g, weight)
+                updates[row] += 1
     one.check(state, 1e-4)
+    np.testing.assert_array_equal(state.version, updates)
     counted = expected_counters([tau for taus in pushes for tau in taus])
     np.testing.assert_array_equal(state.counters[:-7], counted[:-7])
     if policy == "sensitivity":
@@ -429,6 +434,7 @@ def test_a_push_that_arrives_after_a_younger_one_decays_nothing_again(table):
             "adagrad",
             state,
             [[1.0]] if table else [1.0],
+            [0],  # What is fresh is never late.
             ids=[0] if table else None,
             step=step,
             swap_period=10,

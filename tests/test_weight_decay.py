@@ -198,7 +198,7 @@ def model_of_ones(strategy, shards=1, optimizer=lambda: SGD(0.1, weight_decay=0.
         both = keras.layers.Concatenate()(
             [keras.layers.Flatten()(embedded), collection({"b": ids["b"]})]
         )
-        dense = keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)(both)
+        dense = keras.layers.Dense(1, kernel_initializer="ones", use_bias=False, name="top")(both)
         model = keras.Model(ids, dense)
         model.compile(optimizer(), loss or no_gradient)
     return model
@@ -326,13 +326,14 @@ def test_shadow_sync_decays_tables_on_servers_once_in_a_push(trained):
         np.testing.assert_allclose(weight, 0.99**6, 1e-6)
 
 
-def test_tables_that_train_decay_as_in_one_process(clusters):
-    """Gradients, a schedule, and a table that does not decay."""
+@pytest.mark.parametrize("left_out", ["kernel", "top/", "table", "^kernel"])
+def test_tables_that_train_decay_as_in_one_process(clusters, left_out):
+    """Gradients, a schedule, and what does not decay: by a variable's name, or a layer's."""
 
     def make():
         rate = keras.optimizers.schedules.ExponentialDecay(0.3, 3, 0.5)
         optimizer = Adagrad(rate, weight_decay=0.2, rowwise=True)
-        optimizer.exclude_from_weight_decay(var_names=["kernel"])
+        optimizer.exclude_from_weight_decay(var_names=[left_out])
         return optimizer
 
     data = batches(12, [0, 1, 2, 0, 5, 1])

@@ -245,7 +245,8 @@ class InversePower(Policy):
 class Threshold(Policy):
     """1 up to an age of `iota`, 0 beyond it, as GBA excludes old gradients.
 
-    The age is tau - 1: 0 for a fresh gradient.
+    The age is tau - 1: 0 for a fresh gradient. A gradient of weight 0 is no update: the version
+    stays, so that it makes no other gradient older.
 
     Args:
         iota: the largest age that counts, a float of at least 0, in updates.

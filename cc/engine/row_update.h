@@ -15,7 +15,12 @@
 // ahead of their update: a table is much larger than the cache, and a push
 // names rows anywhere in it.
 //
-// A gradient of an earlier life of its row (row_lives.h) is left out.
+// A gradient of an earlier life of its row (row_lives.h) is left out. One whose
+// weight is 0 is no update, either: its staleness is counted, and the row stays
+// as it is.
+//
+// Fresh gradients are never late. Where rows have made later steps, somebody
+// has set the global step back, and they go on from there.
 //
 // A row of a table whose weights decay is decayed up to now before its update,
 // as if each push had decayed all rows.
@@ -164,7 +169,9 @@ class RowUpdate {
     Scratch& scratch = OwnScratch();
     for (int64_t row = begin; row < end; ++row) {
       RowLock lock(&RowLocks::Global().Of(table_.id(), row));
-      if (table_.last_steps[row] >= Saturated<int32_t>(global_step_)) continue;
+      const int32_t made = Saturated<int32_t>(global_step_);
+      if (table_.last_steps[row] != made) SetBackIfFresh(row);
+      if (table_.last_steps[row] >= made) continue;
       const auto slots = SlotsOf(row);
       float* w = Widened(row, &scratch);
       Decay(row, w);
@@ -251,6 +258,7 @@ class RowUpdate {
   }
 
   // Returns the staleness; 0 if the gradient is of an earlier life of the row.
+  // Nothing is updated then, nor with a weight of 0.
   int64_t UpdateRow(int64_t row, const float* gradient, int64_t oldest,
                     std::array<float, kRemembered>* weights,
                     Scratch* scratch) const {
@@ -263,6 +271,8 @@ class RowUpdate {
     const int64_t tau =
         oldest < 0 ? 1 : std::max<int64_t>(version - oldest + 1, 1);
     const float rho = Weight(tau, row, weights);
+    if (rho == 0.0f) return tau;
+    SetBackIfFresh(row);
     float decay = SwapDecay(row);
     float* w = Widened(row, scratch);
     Decay(row, w);
@@ -303,6 +313,16 @@ class RowUpdate {
   }
 
   // Lock: the row's, as for all below.
+  void SetBackIfFresh(int64_t row) const {
+    if (push_.pulled != nullptr) return;
+    if (options_.swap.enabled()) {
+      options_.swap.SetBack(&table_.last_periods[row], global_step_);
+    }
+    if constexpr (Rule::kKeepsSteps) {
+      Rule::SetBack(global_step_, &table_.last_steps[row]);
+    }
+  }
+
   float SwapDecay(int64_t row) const {
     return options_.swap.enabled()
                ? options_.swap.DecaySince(&table_.last_periods[row],

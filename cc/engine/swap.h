@@ -25,6 +25,7 @@
 #ifndef TF_RECSYNC_CC_ENGINE_SWAP_H_
 #define TF_RECSYNC_CC_ENGINE_SWAP_H_
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -51,6 +52,14 @@ struct Swap {
   // Whether a period that is not applied to an accumulator yet has begun.
   bool Enters(int64_t last_period, int64_t global_step) const {
     return PeriodOf(global_step) > last_period;
+  }
+
+  // Has an accumulator that is ahead of the step before `global_step` go on
+  // there: somebody has set the global step back. Nothing is decayed for that.
+  template <typename Period>
+  void SetBack(Period* last_period, int64_t global_step) const {
+    *last_period =
+        std::min(*last_period, Saturated<Period>(PeriodOf(global_step - 1)));
   }
 
   // The product of lambda_t over the periods entered since `*last_period`,

@@ -157,6 +157,20 @@ TEST(SwapTest, WithAnOffsetPeriodsGoOnWhereTheyWere) {
   EXPECT_EQ(last_period, 8);
 }
 
+TEST(SwapTest, AfterTheStepWasSetBackPeriodsGoOnFromThere) {
+  const Swap swap{/*period=*/10, /*decay=*/0.5};
+  int32_t ahead = 7, behind = 1, first = Swap::kNoPeriod;
+  for (int32_t* last_period : {&ahead, &behind, &first}) {
+    swap.SetBack(last_period, 30);
+  }
+  EXPECT_EQ(ahead, 2);
+  EXPECT_EQ(behind, 1);
+  EXPECT_EQ(first, Swap::kNoPeriod);
+  EXPECT_EQ(swap.DecaySince(&ahead, 30), 0.5f);
+  EXPECT_EQ(swap.DecaySince(&behind, 30), 0.25f);
+  EXPECT_EQ(swap.DecaySince(&first, 30), 1.0f);
+}
+
 TEST(SwapTest, ADecayOfOneChangesNothing) {
   const Swap swap{/*period=*/3, /*decay=*/1.0};
   int64_t last_period = 0;

@@ -16,6 +16,11 @@
 //   template <typename Step>
 //   Rule At(int64_t global_step, Step* last_step) const;
 //
+// and, if it is the latest touch for certain, this before:
+//
+//   template <typename Step>
+//   static void SetBack(int64_t global_step, Step* last_step);
+//
 // `rho` weighs the gradient before it enters the accumulator and `decay` is
 // the accumulator's SWAP factor. With kMeasure the sum of squares of the
 // applied update is returned, else 0.
@@ -184,6 +189,13 @@ struct AdamRule {
     if (fall > kStill / kMostSteps) {
       moving_steps_ = static_cast<int64_t>(kStill / fall) + 1;
     }
+  }
+
+  // Has what is ahead of `global_step` make that step next: no push is late, so
+  // somebody has set the global step back.
+  template <typename Step>
+  static void SetBack(int64_t global_step, Step* last_step) {
+    *last_step = std::min(*last_step, Saturated<Step>(global_step - 1));
   }
 
   template <typename Step>

@@ -179,12 +179,22 @@ class DenseUpdateOp : public UpdateOp<Rule> {
       rho = static_cast<float>(
           weight.Of(static_cast<double>(tau), measure ? *last_update : 0.0,
                     std::sqrt(measured.variance), measured.mean));
-      if (this->options_.swap.enabled()) {
-        decay = this->options_.swap.DecaySince(
-            Data<int64_t>(target.last_periods), global_step);
+      if (rho == 0.0f) {
+        counters.Add(tau);
+        *offset += size;
+        return absl::OkStatus();
+      }
+      const Swap& swap = this->options_.swap;
+      if (swap.enabled()) {
+        int64_t* last_period = Data<int64_t>(target.last_periods);
+        // No fresh gradient is late.
+        if (pulled == nullptr) swap.SetBack(last_period, global_step);
+        decay = swap.DecaySince(last_period, global_step);
       }
       if constexpr (Rule::kKeepsSteps) {
-        own = rule.At(global_step, Data<int64_t>(target.last_steps));
+        int64_t* last_step = Data<int64_t>(target.last_steps);
+        if (pulled == nullptr) Rule::SetBack(global_step, last_step);
+        own = rule.At(global_step, last_step);
       }
     }
     float* w = Data<float>(target.variable);

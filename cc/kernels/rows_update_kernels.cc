@@ -176,13 +176,16 @@ class RowsUpdateOp : public UpdateOp<Rule> {
                              ? Converted<int32_t>(*rows->indices, &scratch->ids)
                              : rows->indices->flat<int64_t>().data();
     scratch->pushes.resize(tables);
+    // Without rows, nothing says that a push is fresh.
+    static constexpr int64_t kNone = 0;
     for (int64_t i = 0; i < tables; ++i) {
       TablePush& push = scratch->pushes[i];
       push.ids = ids + rows->offsets[i];
       push.n = rows->size(i);
       push.push.bags = rows->BagsOf(i);
       push.push.pulled =
-          pulled->NumElements() == 0
+          n == 0 ? &kNone
+          : pulled->NumElements() == 0
               ? nullptr
               : pulled->flat<int64_t>().data() + rows->offsets[i];
     }

@@ -102,7 +102,8 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "Each variable i of N is updated under its own lock by its piece of the "   \
   "packed gradient, weighted by rho(tau) with tau = versions[i] - "           \
   "pulled_versions[i] + 1; then versions[i] rises by one and tau is counted " \
-  "in counters[i].\n"                                                         \
+  "in counters[i]. With a weight of 0, tau is counted and nothing else "      \
+  "happens.\n"                                                                \
   "\n"                                                                        \
   "versions: int64 scalars.\n"                                                \
   "counters: int64 vectors of staleness statistics.\n"                        \
@@ -113,7 +114,7 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "gradient: A vector: the variables' gradients, flattened, one after the "   \
   "other; or empty: nothing is updated or counted, and no version rises.\n"   \
   "pulled_versions: [N], or empty for gradients of the current values (tau "  \
-  "is 1).\n"                                                                  \
+  "is 1), which no push of a later global step has come before.\n"            \
   "hogwild: Updates side by side, each element without a lock: two that "     \
   "write the same element at once may lose one of the updates."
 
@@ -123,7 +124,8 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "1, and so on. Positions that name the same row of a table are summed "      \
   "first, so that each row is updated once, weighted by rho(tau) of the "      \
   "oldest version it was pulled at; its version rises by one and its tau is "  \
-  "counted. The rows of a table are updated in parallel.\n"                    \
+  "counted. With a weight of 0, tau is counted and the row stays as it is. "   \
+  "The rows of a table are updated in parallel.\n"                             \
   "\n"                                                                         \
   "versions: int64 [rows] for each table.\n"                                   \
   "counters: int64 vectors of staleness statistics.\n"                         \
@@ -153,7 +155,7 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "bag_counts: [N], the number of bags of each table, or empty: every index "  \
   "is a bag of its own.\n"                                                     \
   "pulled_versions: [n], or empty for gradients of the current values (tau "   \
-  "is 1)."
+  "is 1), which no push of a later global step has come before."
 
 REGISTER_OP("RecsyncSgdDense")
     .Input("variables: N * resource")

@@ -272,14 +272,12 @@ class TableConfig:
         return cls(**config)
 
     def __eq__(self, other: object) -> bool:
-        # Initializers of Keras are equal only to themselves, which would make a table differ
-        # from its own copy after it was saved.
+        # Objects of Keras are equal only to themselves, which would make a table differ from its
+        # own copy after it was saved.
         if not isinstance(other, TableConfig):
             return NotImplemented
-        same = self.initializer is other.initializer or _are_equal(
-            self.initializer, other.initializer
-        )
-        return same and self._described(None) == other._described(None)
+        names = [field.name for field in dataclasses.fields(self)]
+        return all(_are_equal(getattr(self, name), getattr(other, name)) for name in names)
 
     def __hash__(self) -> int:
         own = (self.name, self.rows, self.dimension, self.combiner, self.shards, self.dtype)
@@ -451,11 +449,13 @@ def sharing_optimizers(tables: Sequence[TableConfig]) -> list[TableConfig]:
     shared = []
     for table in tables:
         if table.optimizer is not None:
-            config = keras.saving.serialize_keras_object(table.optimizer)
-            found = next((one for other, one in known if other == config), None)
+            own, config = table.optimizer, _config_of(table.optimizer)
+            found = next(
+                (one for other, one in known if one is own or (config and other == config)), None
+            )
             if found is None:
-                known.append((config, table.optimizer))
-            elif found is not table.optimizer:
+                known.append((config, own))
+            elif found is not own:
                 table = dataclasses.replace(table, optimizer=found)
         shared.append(table)
     return shared
@@ -502,13 +502,21 @@ def _size(array: Any) -> int:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two initializers have the same configuration."""
+    """Whether two arguments of tables are the same, or have the same configuration."""
+    if one is other:
+        return True
     if is_array(one) or is_array(other):
         return False  # What is in them is not compared, which may be as large as a table.
+    config = _config_of(one)
+    return config is not None and config == _config_of(other)
+
+
+def _config_of(argument: Any) -> Any:
+    """What Keras writes of an initializer or an optimizer; None if it has no configuration."""
     try:
-        return _serialized(one) == _serialized(other)
-    except (TypeError, ValueError):
-        return False  # One has none.
+        return _serialized(argument)
+    except (NotImplementedError, TypeError, ValueError):
+        return None  # As of a function that isn't registered, or a schedule without `get_config`.
 
 
 def _name_of(dtype: Any) -> Any:

@@ -175,12 +175,13 @@ class DistributedEmbedding(keras.layers.Layer):
                     f"two tables are named {known.name!r}: {known} and {feature.table}; give each "
                     "a name of its own"
                 )
+        self._tables = tuple(tables.values())
         # Keras would turn the user's dicts and lists into ones of its own.
         self._features = _Untracked(features)
         self._names = _Untracked(keras.tree.pack_sequence_as(features, names))
         self._of_sparse_cores = {"table_stacking": table_stacking, "update_stats": update_stats}
         self._collection = EmbeddingCollection(
-            list(tables.values()),
+            self._tables,
             [
                 FeatureConfig(name, table=feature.table.name)
                 for name, (_, feature) in zip(names, flat, strict=True)
@@ -220,10 +221,16 @@ class DistributedEmbedding(keras.layers.Layer):
     def get_config(self):
         config = super().get_config()
         own = self._collection.get_config()
-        names = ("placement", "memory_limit", "slots", "bytes_per_row_overhead")
+        names = ("placement", "memory_limit", "slots", "bytes_per_row_overhead", "trained_together")
         config.update({name: own[name] for name in names})
         config.update(self._of_sparse_cores)
-        config["feature_configs"] = keras.saving.serialize_keras_object(self._features.value)
+        # With the optimizers that train the tables, of which some may have come to be equal.
+        tables = {table.name: table for table in self._collection.table_configs}
+        features = keras.tree.map_structure(
+            lambda feature: dataclasses.replace(feature, table=tables[feature.table.name]),
+            self._features.value,
+        )
+        config["feature_configs"] = keras.saving.serialize_keras_object(features)
         return config
 
     @classmethod
@@ -231,7 +238,10 @@ class DistributedEmbedding(keras.layers.Layer):
         config = dict(config)
         for name in ("feature_configs", "placement"):
             config[name] = keras.saving.deserialize_keras_object(config[name])
-        return cls(**config)
+        together = config.pop("trained_together", None)  # Older models have none.
+        layer = cls(**config)
+        layer._collection._restored(layer._tables, together)
+        return layer
 
     def _by_name(self, inputs: Any, weights: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """The ids of each feature of the collection, and the weights of those that have some."""

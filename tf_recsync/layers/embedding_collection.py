@@ -738,10 +738,21 @@ class EmbeddingCollection(keras.layers.Layer):
             config["placement"] = keras.saving.deserialize_keras_object(config["placement"])
         together = config.pop("trained_together", None)  # Older models have none.
         layer = cls(**config)
-        if together is not None:
-            layer._set_tables(with_optimizers_of(config["tables"], together))
-        layer._placement_is_restored = True
+        layer._restored(config["tables"], together)
         return layer
+
+    def _restored(
+        self, tables: Sequence[TableConfig], together: Sequence[Sequence[str]] | None
+    ) -> None:
+        """Says that the layer is made of a saved one: it may be placed on other servers.
+
+        Args:
+            tables: its tables, each with an optimizer of its own.
+            together: the names of those that one optimizer trains; None: those whose are equal.
+        """
+        if together is not None:
+            self._set_tables(with_optimizers_of(tables, together))
+        self._placement_is_restored = True
 
 
 def _placed(physical: PhysicalTable, on_servers: bool) -> contextlib.AbstractContextManager:

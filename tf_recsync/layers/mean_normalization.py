@@ -20,7 +20,8 @@ class MeanNormalization(keras.layers.Layer):
     of which all workers share. alpha and beta are trainable and start at 1, so
     that y starts as `(x - E) / E`. The divisor is kept away from 0 with its
     sign: `sign(E) * max(|E|, epsilon)`. A mean that is not finite does not enter
-    the moving average.
+    the moving average. A layer with `trainable=False` uses its moving average
+    in training, too, and leaves it as it is, like Keras's `BatchNormalization`.
 
     Place it between a dense layer and its activation:
 
@@ -69,7 +70,7 @@ class MeanNormalization(keras.layers.Layer):
         )
 
     def call(self, inputs, training=False):
-        if not training:
+        if not training or not self.trainable:
             # Stock ops alone: an exported model serves without this package.
             y = inputs * tf.cast(self._scale(self.moving_mean, inputs.dtype), inputs.dtype)
             return y - tf.cast(self.beta, inputs.dtype)

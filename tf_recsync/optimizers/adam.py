@@ -113,11 +113,10 @@ class Adam(base.Optimizer):
         return ops.adam_dense(**self._op_arguments(accumulators), **kwargs)
 
     def rows_op(self, *, accumulators, **kwargs):
-        arrangement = getattr(self._distribution_strategy, "arrangement", None)
         return ops.adam_rows(
             lazy=self.lazy,
             # Each group has its own optimizer, while all of them share the tables.
-            several_counters=arrangement is not None and arrangement.has_copies,
+            several_counters=self._shares_variables,
             **self._op_arguments(accumulators),
             **kwargs,
         )

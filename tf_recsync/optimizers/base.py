@@ -22,6 +22,7 @@ from absl import logging
 from tf_recsync import ops
 from tf_recsync import staleness as staleness_lib
 from tf_recsync._checks import check_at_least, number
+from tf_recsync.cluster import fetch
 from tf_recsync.embedding.initial_values import seed_of_table
 from tf_recsync.embedding.keys import KeyedRows
 from tf_recsync.embedding.physical_tables import check_memory
@@ -36,7 +37,7 @@ from tf_recsync.optimizers.plain_update import (
     named_rows,
     plain_update,
 )
-from tf_recsync.shown_variable import shown
+from tf_recsync.shown_variable import guarded, shown
 from tf_recsync.swap import Swap
 from tf_recsync.synchronization import context
 
@@ -375,6 +376,36 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         return [table.log_decays]
 
     @property
+    def _shares_variables(self) -> bool:
+        """Whether trainers that count their own steps update the same variables."""
+        arrangement = getattr(self._distribution_strategy, "arrangement", None)
+        return arrangement is not None and arrangement.has_copies
+
+    def note_step(self) -> None:
+        """Notes how far the global step is, as users are about to assign it."""
+        if self._known_step is not None:
+            self._known_step = max(self._known_step, self.finished_steps)
+
+    def set_back(self) -> None:
+        """Has what has made later steps than the global step go on there, if users have set it
+        back; nobody may be in a step.
+
+        Else pushes would be taken for late ones, for as many steps.
+        """
+        if not self.built or not self.uses_global_step or self._shares_variables:
+            return
+        known, self._known_step = self._known_step, self.finished_steps
+        if known is not None and known <= self._known_step:
+            return
+        state = self.step_state
+        step = self._known_step + state.update_offset
+        period = (self._known_step + state.swap_offset) // max(state.swap_period, 1)
+        for own in self._states:
+            for variables, most in ((own.last_steps, step), (own.last_periods, period)):
+                for variable in variables:
+                    _limit(variable._value, most)
+
+    @property
     def slots(self) -> int:
         """float32 accumulators for each element of a table, for `plan_placement`."""
         return int(bool(self.use_ema)) if self.rowwise else self.dense_slots
@@ -502,6 +533,10 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             super()._backend_update_step(grads, trainable_variables, learning_rate)
         else:
             push.push(self, grads, trainable_variables, learning_rate)
+
+    def _use_weight_decay(self, variable):
+        # By TensorFlow's name, which has the layers' in it: Keras asks for that in one process.
+        return super()._use_weight_decay(getattr(variable, "_value", variable))
 
     def _apply_weight_decay(self, variables):
         push = context.current_push()
@@ -736,6 +771,17 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
                     config[name], custom_objects=custom_objects
                 )
         return super().from_config(config, custom_objects=custom_objects)
+
+
+def _limit(variable: tf.Variable, most: int) -> None:
+    """Has nothing in a variable of integers be larger than `most`."""
+    most = tf.constant(min(most, variable.dtype.max), variable.dtype)
+    with guarded(variable), tf.device(variable.device):
+        # Not by `assign`, which tells those who train it of what users assign.
+        value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+        if fetch(tf.reduce_any(value > most)):
+            limited = tf.minimum(value, most)
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=limited)
 
 
 def _warn_of_forgotten_scope(name: str, variables: Iterable[keras.Variable]) -> None:

@@ -142,6 +142,7 @@ class CountsSteps:
     step_variable: keras.Variable | None = None  # See `step_state`.
     _own_state: StepState | None = None  # The last that did not come from a checkpoint.
     _traced_for: tuple | None = None  # The `traced_state` of the last trace.
+    _known_step: int | None = None  # The largest since `set_back`; None if it is not known.
 
     @property
     def uses_global_step(self) -> bool:
@@ -227,6 +228,7 @@ class CountsSteps:
         if saved.shape != (StepState.SIZE,):
             raise ValueError(f"step_state must have shape [{StepState.SIZE}], not {saved.shape}")
         self.step_variable.assign(saved)
+        self._known_step = None
         learns = getattr(self._distribution_strategy, "pushes_gradients", False)
         if self._known_examples() or not learns:
             self.count_steps_of()
@@ -301,6 +303,12 @@ class CountsSteps:
                 "Swap(period=%d) of %s replaces the checkpoint's period, which was given as %d.",
                 *(self.swap.period, self.name, before.period_given),
             )
+        # Where users have set the step back, what is counted from before it begins with it.
+        after = dataclasses.replace(
+            after,
+            swap_offset=max(after.swap_offset, -step),
+            update_offset=max(after.update_offset, -step),
+        )
         schedule = _checksum(self._learning_rate)
         if schedule != before.schedule_given:
             # Keras counts a schedule's steps in batches, not in updates of accumulated ones.
@@ -373,7 +381,12 @@ def _checksum(learning_rate) -> int:
     """A number that tells one learning-rate schedule from another; 0 for what is none."""
     if not isinstance(learning_rate, keras.optimizers.schedules.LearningRateSchedule):
         return 0
-    config = keras.saving.serialize_keras_object(learning_rate)
+    try:
+        config = keras.saving.serialize_keras_object(learning_rate)
+    except (NotImplementedError, TypeError):
+        # Only whole models need the configuration of a user's own one.
+        own = type(learning_rate)
+        config = {"module": own.__module__, "name": own.__qualname__}
     return 1 + zlib.crc32(json.dumps(config, sort_keys=True, default=repr).encode())
 
 

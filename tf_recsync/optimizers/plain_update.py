@@ -94,7 +94,11 @@ def plain_update(
     if optimizer.swap:
         last_periods = state.last_periods[0].value
         last_period = tf.cast(last_periods.read_value(), tf.int64)
-        period = (step + counted["swap_offset"]) // counted["swap_period"]
+        swapped = step + counted["swap_offset"]
+        # What is ahead goes on here: the global step has been set back.
+        before = tf.maximum(swapped - 1, 0) // counted["swap_period"]
+        last_period = tf.minimum(last_period, before)
+        period = swapped // counted["swap_period"]
         # Beside rows they are counted as far as int32 goes, see cc/engine/swap.h.
         period = tf.minimum(period, last_periods.dtype.max)
         missed = tf.maximum(period - last_period, 0)

@@ -107,7 +107,9 @@ class ByHop(Between):
         parameters = _parameters_among(copies, model, "Hop between groups")
         if not parameters:
             raise ValueError("the model has no dense parameters that groups could exchange by Hop")
-        global_step = optimizers_of(model)[0]._iterations._value
+        # Each push counts in it: not that of a part that trains nothing.
+        trained = next(optimizer for optimizer in optimizers_of(model) if optimizer.states)
+        global_step = trained._iterations._value
         return GroupHopSynchronizer(
             self.algorithm.exchange,
             self.algorithm.updates_per_iteration,

@@ -16,7 +16,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_recsync.cluster import Server, reason
-from tf_recsync.optimizers.base import parts_of
+from tf_recsync.optimizers.base import Optimizer, parts_of
 from tf_recsync.placement import OperatorPlan
 from tf_recsync.shown_variable import ShownVariable, shown
 from tf_recsync.strategies.checks import warn_of_moving_averages
@@ -516,7 +516,7 @@ class TrainFunction(Steps):
         for optimizer in parts_of(self._model.optimizer):
             found = shown(optimizer._iterations._value)
             if found is not None and not is_copied(optimizer._iterations):
-                found.before_assign = self._hold_to_move
+                found.before_assign = functools.partial(self._hold_to_move, optimizer)
 
     def _open(self, worker: int, before: WorkerState | None, *parts: Any) -> WorkerState:
         group = self._group_of(worker)
@@ -588,6 +588,7 @@ class TrainFunction(Steps):
         self.local_batch_size = size = iterator.distributed.batch_size
         for optimizer in self._variables.optimizers:
             optimizer.count_steps_of(size and size * self.mode.capacity)
+            optimizer.set_back()
             for state in optimizer.states:
                 if state.keyed:
                     state.keyed.train_with(state)
@@ -768,18 +769,22 @@ class TrainFunction(Steps):
         if self.synchronizer is not None:
             self.synchronizer.copies.let_go()
 
-    def _hold_to_move(self) -> None:
+    def _hold_to_move(self, optimizer: Optimizer) -> None:
         """Users are about to assign the global step, as when they load a checkpoint."""
         was_moved, self._is_moved = self._is_moved, True
         if not self._hold():
             self._is_moved = was_moved
+        if not self._is_recovering:
+            optimizer.note_step()
 
     def _go_on(self) -> None:
         if self.synchronizer is not None:  # From the first call on.
             self.synchronizer.copies.carried_on()
         if self.is_held and self._is_moved:
-            if self.mode.uses_buffers:
-                with self.watched():
+            with self.watched():
+                for optimizer in self._variables.optimizers:
+                    optimizer.set_back()
+                if self.mode.uses_buffers:
                     self._of_each_group(Aggregation.begin)
             self._is_moved = False
         super()._go_on()

@@ -176,7 +176,10 @@ class Aggregation(AtOnce):
         self._parts_before = before.parts
         self._abandoned, self._left_over = before.abandoned, before.left_over
         self._states = dict(states)
-        self._optimizers = tuple(states)
+        # A part of a `MultiOptimizer` that trains nothing makes no steps.
+        self._optimizers = tuple(optimizer for optimizer in states if states[optimizer])
+        # The group's step when all began to go on from it, and each optimizer's own.
+        self._begun = 0, dict.fromkeys(self._optimizers, 0)
         self._variables = variables
         self._home = home
         self._trainers = variables.group.trainers
@@ -301,9 +304,12 @@ class Aggregation(AtOnce):
     # In the coordinator.
 
     def begin(self) -> None:
-        """Has tokens and buffers go on at the optimizer's global step; nobody may be in a step."""
-        step = self._step()
+        """Has tokens and buffers go on at the global step of the optimizer that is ahead; nobody
+        may be in a step."""
         if self.mode.uses_buffers:
+            steps = self._own_steps()
+            step = max(steps.values(), default=0)
+            self._begun = step, steps
             pending = self._pending()
             if pending:
                 # They may be of other parameters than those of now.
@@ -322,7 +328,7 @@ class Aggregation(AtOnce):
             self._tokens.seek(0)
 
     def flush(self) -> None:
-        """Applies or drops what the buffers still hold, and has all go on at the same step.
+        """Applies or drops what the buffers still hold, and has all go on with as many steps done.
 
         Nobody may be in a step.
         """
@@ -335,20 +341,22 @@ class Aggregation(AtOnce):
             self._left_over += pending
             for buffer in self._buffers.values():
                 buffer.restore(buffer.state().step)
-        steps = [state.step for state in self._ask()]
+        begun, steps = self._begun
+        done = max(state.step for state in self._ask()) - begun
         for optimizer in self._optimizers:
             own = self._own_step(optimizer)
             # Not by `assign`, which tells those who train it of what users assign.
-            step = tf.constant(max(steps), own.dtype)
+            step = tf.constant(steps[optimizer] + done, own.dtype)
             tf.raw_ops.AssignVariableOp(resource=own.handle, value=step)
         self.begin()
 
-    def _step(self) -> int:
-        """The group's global step at the moment."""
-        return int(fetch(self._own_step(self._optimizers[0]).read_value()))
+    def _own_steps(self) -> dict[base.Optimizer, int]:
+        """The group's global step of each optimizer at the moment."""
+        found = fetch([self._own_step(one).read_value() for one in self._optimizers])
+        return dict(zip(self._optimizers, map(int, found), strict=True))
 
     def _own_step(self, optimizer: base.Optimizer) -> tf.Variable:
-        """The group's global step."""
+        """The group's global step of an optimizer."""
         return self._variables.own(optimizer._iterations)
 
     def _pending(self) -> int:
