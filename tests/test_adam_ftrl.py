@@ -324,6 +324,34 @@ def test_after_the_global_step_was_set_back_adam_goes_on_as_the_stock_one_does(c
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_adam_goes_on_where_the_global_step_is_set_back_within_an_epoch(clusters):
+    ids = RNG.integers(0, 20, (256, 3))
+    labels = RNG.normal(size=(256, 1)).astype(np.float32)
+    keras.utils.set_random_seed(7)
+    with recsync.AsyncStrategy(clusters.get(1, 2)).scope():
+        model = click_model(sharded_table(), optimizers.Adam(0.02, lazy=False))
+    stock = click_model(keras.layers.Embedding(**EMBEDDING), StockAdam(0.02))
+    stock.set_weights(weights_of(model))
+    done = []
+
+    def set_back(batch, logs):
+        if batch == 15:
+            model.get_weights()  # Nobody is in a step from here on.
+            done.append(int(model.optimizer.iterations.numpy()))
+            model.optimizer.iterations.assign(2)
+
+    def set_back_as_well(batch, logs):
+        if batch + 1 == done[0]:
+            stock.optimizer.iterations.assign(2)
+
+    for one, action in ((model, set_back), (stock, set_back_as_well)):
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=action)
+        one.fit(ids, labels, batch_size=8, shuffle=False, verbose=0, callbacks=[callback])
+    assert int(model.optimizer.iterations.numpy()) == 32 - done[0] + 2
+    for got, expected in zip(weights_of(model), stock.get_weights(), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_adam_that_is_not_lazy_goes_on_from_servers_checkpoint_in_one_process(clusters, tmp_path):
     ids = RNG.integers(0, 20, (64, 3))
     labels = RNG.normal(size=(64, 1)).astype(np.float32)

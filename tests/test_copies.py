@@ -74,6 +74,16 @@ def test_another_model_that_has_a_variable_is_told_of_reads_when_copies_are_let_
     assert told == ["read"]
 
 
+@pytest.mark.parametrize("end", [Copies.settled, Copies.let_go])
+def test_a_learning_rate_is_no_longer_read_from_groups_that_are_trained_no_more(rates, end):
+    end(rates)
+    rates.of(0)[0].assign(0.7)
+    (rate,) = rates.seen
+    tf.raw_ops.AssignVariableOp(resource=rate.handle, value=0.3)  # As TensorFlow restores it.
+    rates.begin()
+    np.testing.assert_allclose([rate.numpy(), *rates_of(rates)], 0.3)
+
+
 def test_a_server_that_does_not_answer_a_reading_holds_up_nobody_else(monkeypatch):
     """As when a callback looks at the learning rate within an epoch, and a worker stands still."""
     variable = CopiedVariable([1.0, 2.0])

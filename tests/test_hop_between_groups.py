@@ -191,11 +191,15 @@ def test_nobody_leaves_while_copies_are_read_within_an_epoch_by_hop(cluster, mon
     strategy = hierarchical(cluster, between)
     model = line(strategy)
 
+    is_paused = []
+
     def read():
         model.get_weights()
+        is_paused.append(model.train_function.synchronizer._loops.is_paused)
         time.sleep(0.5)
 
     model.fit(numbers(80), verbose=0, callbacks=[AtBatch(40, read)])
+    assert is_paused == [True]
     assert not any(left_in_pause)
 
 

@@ -151,6 +151,26 @@ def test_a_group_goes_on_with_all_that_it_had_within_an_epoch(cluster, kind):
     assert strategy.losses(model).batches == 0
 
 
+def test_others_go_on_while_a_group_s_server_is_started_later_by_hop(cluster):
+    strategy = hierarchical(cluster, BETWEEN["Hop"])
+    recsync.testing.set_compute_time(strategy, 0.02)
+    model = numbered_model(strategy)
+    window = Window(within_seconds=1e-6)
+    request = AtBatch(2, lambda: window.request(Restart("ps", 1, cluster.kill)))
+    later = AtBatch(8, lambda: cluster.restart("ps", 1))
+    (data,), _ = numbered("datasets")
+    history = model.fit(data, verbose=0, callbacks=[request, window, later]).history
+    (done,) = window.report
+    assert not done.is_back
+    assert_all_were_seen(history, 1)
+
+    def takes_part():
+        model.fit(data, verbose=0)
+        return all(strategy.worker_steps(model))
+
+    assert wait_until(takes_part, 200)
+
+
 def test_groups_that_are_restarted_at_once_keep_what_the_algorithm_has_there(cluster):
     algorithm = recsync.BMUF(0.3, eta=0.8, momentum=0.9)
     strategy = hierarchical(cluster, algorithm, mode=recsync.Foreground(gap=5))

@@ -270,6 +270,25 @@ def test_parts_go_on_at_steps_of_their_own_where_servers_collect_pushes(clusters
     check({"default": 10, "table_a": 25, "table_c": 25})
 
 
+def test_a_part_that_is_behind_is_loaded_as_it_was_where_servers_collect_pushes(clusters, tmp_path):
+    collecting = recsync.SyncStrategy(clusters.get(1, 2), global_batch_size=8, local_batch_size=8)
+
+    def trained(is_loaded):
+        keras.utils.set_random_seed(7)
+        model = model_of(collecting)
+        model.fit(dataset(5), verbose=0, shuffle=False)
+        with collecting.scope():
+            model.compile(per_table(Adam(0.1)), "mse")  # Begins anew.
+        model.fit(dataset(3), verbose=0, shuffle=False)
+        if is_loaded:
+            model.save_weights(tmp_path / "a.weights.h5")
+            model.load_weights(tmp_path / "a.weights.h5")
+        model.fit(dataset(3), verbose=0, shuffle=False)
+        return list(values_of(model).values())
+
+    assert_close(trained(True), trained(False), 1e-6)
+
+
 def test_optimizers_without_a_configuration_train_those_tables_that_were_given_them():
     class Halving(keras.optimizers.schedules.LearningRateSchedule):
         def __call__(self, step):

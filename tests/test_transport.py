@@ -359,10 +359,13 @@ def test_a_server_that_stood_still_when_it_was_first_asked_is_asked_again(cluste
     only_stopped_ones_are_silent(monkeypatch, cluster)
     function = pass_on([tf.constant([1.0])])
 
+    def is_connected() -> bool:
+        function()
+        return connections_to(cluster, "ps", 0) > 0
+
     def is_too_late() -> bool:
         """Whether it does not tell its address as long as others wait for that."""
-        while connections_to(cluster, "ps", 0) == 0:
-            function()
+        assert wait_until(is_connected, 200)
         cluster.pause("ps", 0)
         end_connections(cluster.pid("worker", 1), own_port(cluster, "ps", 0))
         resume = threading.Timer(7.0, cluster.resume, ["ps", 0])
@@ -370,10 +373,6 @@ def test_a_server_that_stood_still_when_it_was_first_asked_is_asked_again(cluste
         function()
         resume.join()
         return connections_to(cluster, "ps", 0) == 0
-
-    def is_connected() -> bool:
-        function()
-        return connections_to(cluster, "ps", 0) > 0
 
     assert any(is_too_late() for _ in range(5))  # Who waits may stand still itself.
     assert wait_until(is_connected, 200)

@@ -269,9 +269,13 @@ class Window(keras.callbacks.Callback):
                 workers = [index for job, index in servers if job == "worker"]
                 # What a worker has that is drained would be old when it is back.
                 restarted = {event.server for event, _ in due if isinstance(event, Restart)}
+                drained = set(servers) - restarted
                 for group in strategy.arrangement.groups:
                     if restarted.intersection(group.holders):
                         function.put_aside(group.index, workers)
+                    elif drained.intersection(group.holders):
+                        with function.watched():
+                            strategy.staleness(self.model)  # What it has counted goes with it.
                 for entry in due:
                     event, _ = entry
                     with self._lock:

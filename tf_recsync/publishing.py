@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tf_recsync._checks import checked_path
 from tf_recsync.checkpoint.saving import check_folder, described_rows, write_parts
@@ -154,7 +155,11 @@ class Publish(WritingRows):
 
     def on_train_batch_end(self, batch, logs=None):
         if self._inference is None:  # Of a model that this batch has built.
-            self._inference = self._made_inference()
+            try:
+                self._inference = self._made_inference()
+            except (tf.errors.OpError, RuntimeError) as error:
+                if not self._is_excused(error):
+                    raise
         super().on_train_batch_end(batch, logs)
 
     def on_train_end(self, logs=None):
@@ -182,7 +187,7 @@ class Publish(WritingRows):
         return inference
 
     def _read(self) -> tuple[int, Write]:
-        inference = self._inference
+        inference = self._inference or self._made_inference()
         inference.read()
         if self._is_apart:
             return self._read_apart(inference)

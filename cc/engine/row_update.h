@@ -17,7 +17,7 @@
 //
 // A gradient of an earlier life of its row (row_lives.h) is left out. One whose
 // weight is 0 is no update, either: its staleness is counted, and the row stays
-// as it is.
+// as it is, but for what a step does to all rows.
 //
 // Fresh gradients are never late. Where rows have made later steps, somebody
 // has set the global step back, and they go on from there.

@@ -124,7 +124,8 @@ absl::Status RowsUpdateShape(InferenceContext* c) {
   "1, and so on. Positions that name the same row of a table are summed "      \
   "first, so that each row is updated once, weighted by rho(tau) of the "      \
   "oldest version it was pulled at; its version rises by one and its tau is "  \
-  "counted. With a weight of 0, tau is counted and the row stays as it is. "   \
+  "counted. With a weight of 0, tau is counted and the row stays as it is, "   \
+  "but for what a step does to all rows. "                                     \
   "The rows of a table are updated in parallel.\n"                             \
   "\n"                                                                         \
   "versions: int64 [rows] for each table.\n"                                   \

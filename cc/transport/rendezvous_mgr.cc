@@ -209,7 +209,7 @@ void RendezvousMgr::Ask(const Rendezvous::ParsedKey& parsed,
     if (absl::IsDeadlineExceeded(call->status())) {
       // One that takes part by TensorFlow's calls alone; or one that stood
       // still.
-      AskLater(incarnation);
+      AskLater(incarnation, worker, "");
       return;
     }
     if (!call->status().ok()) {
@@ -252,8 +252,8 @@ Result RendezvousMgr::ConnectToAddress(uint64_t incarnation,
   std::string error;
   auto addresses = ResolveHost(host, &error);
   if (addresses.empty()) {
-    AskLater(incarnation);
-    return Result::Error(error);
+    AskLater(incarnation, worker, error);
+    return Result::Ok();
   }
   ConnectTo(incarnation, worker, std::move(addresses), port,
             std::string(parts(3)));
@@ -265,11 +265,15 @@ void RendezvousMgr::Forget(uint64_t incarnation) {
   peers_.erase(incarnation);
 }
 
-void RendezvousMgr::AskLater(uint64_t incarnation) {
+void RendezvousMgr::AskLater(uint64_t incarnation, const std::string& worker,
+                             const std::string& why) {
   MutexLock lock(&mu_);
   const auto found = peers_.find(incarnation);
   if (found == peers_.end()) return;
   Peer& peer = found->second;
+  if (peer.wait == 0.0 && !why.empty()) {
+    LOG(WARNING) << "Tensors of " << worker << " go through gRPC: " << why;
+  }
   peer.wait = std::clamp(2 * peer.wait, kAgainSeconds, kMostAgainSeconds);
   peer.again = std::chrono::steady_clock::now() +
                std::chrono::milliseconds(static_cast<int64_t>(1e3 * peer.wait));
@@ -293,10 +297,9 @@ void RendezvousMgr::ConnectTo(uint64_t incarnation, const std::string& worker,
     } else if (!others.empty()) {
       ConnectTo(incarnation, worker, others, port, secret);
     } else {
-      LOG(WARNING) << "Tensors of " << worker << " go through gRPC: port "
-                   << port << " of " << address
-                   << " can't be reached: " << status.message();
-      AskLater(incarnation);
+      AskLater(incarnation, worker,
+               "port " + std::to_string(port) + " of " + address +
+                   " can't be reached: " + std::string(status.message()));
     }
   };
   client->Connect(&loop_, address, port, secret, std::move(ready), client);

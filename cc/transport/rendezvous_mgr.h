@@ -78,8 +78,10 @@ class RendezvousMgr : public tensorflow::BaseRendezvousMgr {
   Result ConnectToAddress(uint64_t incarnation, const std::string& worker,
                           const tensorflow::Tensor& address)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // A server could not be reached, for now.
-  void AskLater(uint64_t incarnation) ABSL_LOCKS_EXCLUDED(mu_);
+  // A server could not be reached, for now; the first time a warning says why,
+  // unless that is empty.
+  void AskLater(uint64_t incarnation, const std::string& worker,
+                const std::string& why) ABSL_LOCKS_EXCLUDED(mu_);
   void Forget(uint64_t incarnation) ABSL_LOCKS_EXCLUDED(mu_);
   // Tries one of a server's addresses after the other, from the first on.
   void ConnectTo(uint64_t incarnation, const std::string& worker,

@@ -386,20 +386,23 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         if self._known_step is not None:
             self._known_step = max(self._known_step, self.finished_steps)
 
-    def set_back(self) -> None:
+    def set_back(self, step: int) -> None:
         """Has what has made later steps than the global step go on there, if users have set it
         back; nobody may be in a step.
 
         Else pushes would be taken for late ones, for as many steps.
+
+        Args:
+            step: the global step that updates go on from.
         """
         if not self.built or not self.uses_global_step or self._shares_variables:
             return
-        known, self._known_step = self._known_step, self.finished_steps
-        if known is not None and known <= self._known_step:
+        known, self._known_step = self._known_step, step
+        if known is None or known <= step:  # What a file has fits its step.
             return
         state = self.step_state
-        step = self._known_step + state.update_offset
-        period = (self._known_step + state.swap_offset) // max(state.swap_period, 1)
+        period = max(step + state.swap_offset, 0) // max(state.swap_period, 1)
+        step = max(step + state.update_offset, 0)
         for own in self._states:
             for variables, most in ((own.last_steps, step), (own.last_periods, period)):
                 for variable in variables:

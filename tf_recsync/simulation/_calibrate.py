@@ -207,6 +207,8 @@ class _Readings(keras.callbacks.Callback):
         known, waited = map(
             np.array, zip(*self.model.train_function.steps_and_waits(), strict=True)
         )
+        if self.taken and np.any(known < self.taken[0].known):
+            self.taken.clear()  # A worker was lost, and another one counts in its place.
         more, more_known = steps, known
         if self.taken:
             more, more_known = steps - self.taken[0].steps, known - self.taken[0].known

@@ -108,6 +108,7 @@ class FitStrategy(tf.distribute.Strategy):
         self._speeds: dict[str, float] = {}  # By the device, artificial.
         self._passes = reshuffling.Passes()
         self._registrations = Registrations()
+        self._has_warned_of_threads = False
         self.renewals = 0  # How often variables were made anew, whose old handles nobody may use.
         self._settings = model_functions.Settings(
             cluster=cluster,
@@ -202,7 +203,7 @@ class FitStrategy(tf.distribute.Strategy):
         _check_options(options)
         caller = _keras_caller()
         if isinstance(dataset, tf.data.Dataset):
-            dataset = _made_by_one_thread(dataset, caller.adapter)
+            dataset = self._made_by_one_thread(dataset, caller.adapter)
             checks.check_is_batched(dataset)
             dataset = without_optionals(dataset)
         if caller.model is not None:
@@ -333,6 +334,27 @@ class FitStrategy(tf.distribute.Strategy):
                 f"{steps.get(caller.verb, 'steps')} must be given: the datasets of dataset_fn "
                 "have no end"
             )
+
+    def _made_by_one_thread(self, dataset: tf.data.Dataset, adapter: Any) -> tf.data.Dataset:
+        """A dataset, of a `keras.utils.PyDataset` one whose batches are made one after the other.
+
+        Keras's queue for several threads keeps batches of a pass that was left for the next one,
+        and can't be asked between two epochs: it takes for granted that nobody reads ahead.
+
+        Args:
+            dataset: what the adapter has made.
+            adapter: Keras's, of the data; or None.
+        """
+        if getattr(adapter, "enqueuer", None) is None:
+            return dataset
+        if not self._has_warned_of_threads:
+            self._has_warned_of_threads = True
+            logging.warning(
+                "One thread of this process makes the batches of the PyDataset, whatever its "
+                "workers and use_multiprocessing are; use a tf.data.Dataset for more."
+            )
+        adapter.enqueuer = None
+        return adapter.get_tf_dataset()
 
     def _batch_size(self, dataset: tf.data.Dataset, known: int | None) -> int | None:
         """The examples of a dataset's batches, the last one apart; None if they can't be known.
@@ -663,26 +685,6 @@ def _is_jit_compiled(model: keras.Model) -> bool:
     if compiled is not None and compiled.config.get("jit_compile") is True:
         return True
     return bool(model.jit_compile)
-
-
-def _made_by_one_thread(dataset: tf.data.Dataset, adapter: Any) -> tf.data.Dataset:
-    """A dataset, of a `keras.utils.PyDataset` one whose batches are made one after the other.
-
-    Keras's queue for several threads keeps batches of a pass that was left for the next one, and
-    can't be asked between two epochs: it takes for granted that nobody reads ahead.
-
-    Args:
-        dataset: what the adapter has made.
-        adapter: Keras's, of the data; or None.
-    """
-    if getattr(adapter, "enqueuer", None) is None:
-        return dataset
-    logging.warning(
-        "One thread of this process makes the batches of the PyDataset, whatever its workers and "
-        "use_multiprocessing are; use a tf.data.Dataset for more."
-    )
-    adapter.enqueuer = None
-    return adapter.get_tf_dataset()
 
 
 def _check_options(options) -> None:

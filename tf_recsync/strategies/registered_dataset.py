@@ -226,7 +226,7 @@ class Registrations:
 
     def __init__(self):
         self._lock = threading.Lock()
-        # By the dataset, the one used last at the end, and by the kind. No callback of ours: it
+        # By the dataset, and by the kind, those used last at the end. No callback of ours: it
         # might run while this thread has the lock. Guarded by _lock.
         self._kept: weakref.WeakKeyDictionary[tf.data.Dataset, dict[Kind, RegisteredDataset]] = (
             weakref.WeakKeyDictionary()
@@ -250,7 +250,9 @@ class Registrations:
             registered = self._kept.get(dataset, {}).get(kind)
             if registered is None:
                 return None
-            self._kept[dataset] = self._kept.pop(dataset)
+            kinds = self._kept.pop(dataset)
+            kinds[kind] = kinds.pop(kind)
+            self._kept[dataset] = kinds
         if registered.readers and not _ask_readers(cluster, registered.is_known, reader_timeout):
             return None
         return registered

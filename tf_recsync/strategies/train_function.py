@@ -588,10 +588,10 @@ class TrainFunction(Steps):
         self.local_batch_size = size = iterator.distributed.batch_size
         for optimizer in self._variables.optimizers:
             optimizer.count_steps_of(size and size * self.mode.capacity)
-            optimizer.set_back()
             for state in optimizer.states:
                 if state.keyed:
                     state.keyed.train_with(state)
+        self._set_back()
         self.know_batches(iterator.distributed)
         if not self._has_warned:
             self._has_warned = True
@@ -763,6 +763,10 @@ class TrainFunction(Steps):
         a pass that was left come to an end, and users see them."""
         if self._run is not None:
             self._run.stop()
+            if self.is_recorded:
+                self.collect_events()
+            with self.watched():
+                self._run.close_kept()
             self._all_done(self._run)
         with self._flushing:
             self._is_open = False  # Whatever comes to an end later.
@@ -777,13 +781,19 @@ class TrainFunction(Steps):
         if not self._is_recovering:
             optimizer.note_step()
 
+    def _set_back(self) -> None:
+        """Has all parts of the optimizer take notice if users have set the global step back."""
+        steps = {one: one.finished_steps for one in self._variables.optimizers if one.states}
+        for optimizer, own in steps.items():
+            # Servers that collect pushes go by the step of the part that is ahead.
+            optimizer.set_back(max(steps.values()) if self.mode.uses_buffers else own)
+
     def _go_on(self) -> None:
         if self.synchronizer is not None:  # From the first call on.
             self.synchronizer.copies.carried_on()
         if self.is_held and self._is_moved:
             with self.watched():
-                for optimizer in self._variables.optimizers:
-                    optimizer.set_back()
+                self._set_back()
                 if self.mode.uses_buffers:
                     self._of_each_group(Aggregation.begin)
             self._is_moved = False

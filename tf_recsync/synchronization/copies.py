@@ -170,7 +170,9 @@ class Copies:
         for i, variable in enumerate(self.variables):
             self._shards[variable.shard].append(i)
         looked_at = [variable for variable in self.seen if id(variable) in self._peeked]
-        self._looked_at = [i for variable in looked_at for i in self.places(variable)]
+        numbers = [i for variable in looked_at for i in self.places(variable)]
+        # One object, by which it is known whose hook a variable has.
+        self._look = functools.partial(self._peek, numbers)
 
     def whole(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """What users see of values of `variables`, or of the first of them."""
@@ -475,10 +477,9 @@ class Copies:
             return
         self._stale = True
         self._listen()  # Another model that has a layer, too, may have been trained meanwhile.
-        peek = functools.partial(self._peek, self._looked_at)
         for variable in self.seen:
             is_peeked = id(variable) in self._peeked
-            variable.before_read = peek if is_peeked else self.refresh
+            variable.before_read = self._look if is_peeked else self.refresh
 
     def carried_on(self) -> None:
         """The copies are trained again after users have seen them, with what these have assigned
@@ -537,7 +538,7 @@ class Copies:
     def _rest(self) -> None:
         self._stale = False
         for variable in self.seen:
-            if variable.before_read in (self._peek, self.refresh):  # Not another model's.
+            if variable.before_read in (self._look, self.refresh):  # Not another model's.
                 variable.before_read = None
 
     def refresh(self, force: bool = False) -> None:

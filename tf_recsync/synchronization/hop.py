@@ -211,7 +211,9 @@ class ExchangeSynchronizer(Synchronizer):
         is_away = self._cluster.membership.is_away
         for group in range(self.size):
             holders = self.copies.groups[group].holders
-            if self.exchanges[0].is_lost(group) and any(map(is_away, holders)):
+            if not self.exchanges[0].is_lost(group) or not any(map(is_away, holders)):
+                continue
+            if not self.copies.is_loaded(group):  # Else it goes on with that, when it is back.
                 self._check_neighbors_of(group)
 
     def carry_on(self) -> None:

@@ -13,7 +13,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
 
 import tensorflow as tf
 from tensorflow.python.framework import ops as framework_ops
@@ -21,14 +20,13 @@ from tensorflow.python.framework import ops as framework_ops
 from tf_recsync import ops
 from tf_recsync.cluster import Cluster, Server, processor_of
 from tf_recsync.ops import hop
-from tf_recsync.synchronization.loops import ATTEMPTS, PAUSE_SECONDS, Loops, tried_again
+from tf_recsync.synchronization.loops import ATTEMPTS, PAUSE_SECONDS, Loops, Told, tried_again
 from tf_recsync.synchronization.remote_values import at
 
 PARCELS_PER_TURN = 3  # Unrolled: each turn of the loop costs a message to the receiver.
 TURNS_PER_CALL = 20  # Then this process knows that they went well.
 NO_LIMIT = 1e15  # Bytes per second.
 
-_Told = TypeVar("_Told")
 
 # What the network, or TensorFlow's own calls from worker to worker, may fail with once. All
 # others would come again.
@@ -141,16 +139,26 @@ class Edges:
         calls now and then.
         """
         with self._pausing, self._loops.closed():
+            is_over = threading.Event()
             try:
-                self.everywhere(lambda handle: hop.hold(handle, True))
+                # None is held later than that: nobody would let it go on.
+                self.everywhere(lambda handle: hop.hold(handle, True), lambda: not is_over.is_set())
                 # At the end they call again and again until all is told.
                 self._loops.become_quiet(or_ending=True)
                 yield
             finally:
+                is_over.set()
                 self.everywhere(lambda handle: hop.hold(handle, False))
 
-    def everywhere(self, action: Callable[[tf.Tensor], None]) -> None:
-        """Calls on all workers at once, and waits, with a limit for those that stand still."""
+    def everywhere(
+        self, action: Callable[[tf.Tensor], None], goes_on: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Calls on all workers at once, and waits, with a limit for those that stand still.
+
+        Args:
+            action: the call, of a worker's handle.
+            goes_on: whether a call that has failed is made again.
+        """
 
         def act(worker: int, handle: tf.Tensor) -> None:
             with self._at(worker):
@@ -158,7 +166,9 @@ class Edges:
 
         threads = [
             threading.Thread(
-                target=self.call, args=(worker, functools.partial(act, worker, handle)), daemon=True
+                target=self.call,
+                args=(worker, functools.partial(act, worker, handle), goes_on),
+                daemon=True,
             )
             for worker, handle in self._living().items()
         ]
@@ -168,12 +178,15 @@ class Edges:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def call(self, worker: int, action: Callable[[], _Told]) -> _Told | None:
+    def call(
+        self, worker: int, action: Callable[[], Told], goes_on: Callable[[], bool] = lambda: True
+    ) -> Told | None:
         """Calls a worker that is there; of one that is gone, its own thread will find out.
 
         Args:
             worker: which.
             action: the call; it is made again if it fails though the worker is there.
+            goes_on: whether it is made again then.
 
         Returns:
             What the call returns; None if it fails.
@@ -181,7 +194,11 @@ class Edges:
         holder = self._holders[worker]
 
         def is_there() -> bool:
-            return not self._cluster.membership.is_away(holder) and self._cluster.is_up(*holder)
+            return (
+                goes_on()
+                and not self._cluster.membership.is_away(holder)
+                and self._cluster.is_up(*holder)
+            )
 
         return tried_again(action, is_there)
 

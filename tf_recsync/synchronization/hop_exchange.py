@@ -518,9 +518,13 @@ class Exchange:
         """
         if not self._protocol.uses_paths:
             return
-        for worker, handle in self._living():
-            with self._at(worker), contextlib.suppress(tf.errors.OpError):
+
+        def void(worker: int, handle: tf.Tensor) -> None:
+            with self._at(worker):
                 hop.set_neighbor(handle, worker, 0, -1)  # Itself: it is no neighbor of its own.
+
+        for worker, handle in self._living():
+            self._edges.call(worker, functools.partial(void, worker, handle))
 
     def _neighbors(self, worker: int) -> list[int]:
         topology = self._topology

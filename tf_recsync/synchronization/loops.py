@@ -25,10 +25,10 @@ PAUSE_SECONDS = 10.0  # How long calls that are under way may take to end.
 JOIN_SECONDS = 60.0  # And loops, at the end of an epoch.
 _INTERRUPT_SECONDS = 0.1  # Between two attempts to end what they wait for.
 
-_Told = TypeVar("_Told")
+Told = TypeVar("Told")
 
 
-def tried_again(call: Callable[[], _Told], goes_on: Callable[[], bool]) -> _Told | None:
+def tried_again(call: Callable[[], Told], goes_on: Callable[[], bool]) -> Told | None:
     """Makes a call to a server that nobody else would make, and again while it fails.
 
     For about a second after a connection broke, calls fail also to a server that is there.
