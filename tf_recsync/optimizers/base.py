@@ -386,6 +386,11 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         if self._known_step is not None:
             self._known_step = max(self._known_step, self.finished_steps)
 
+    @property
+    def can_be_set_back(self) -> bool:
+        """Whether `set_back` may have something to do."""
+        return self.built and self.uses_global_step and not self._shares_variables
+
     def set_back(self, step: int) -> None:
         """Has what has made later steps than the global step go on there, if users have set it
         back; nobody may be in a step.
@@ -395,7 +400,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         Args:
             step: the global step that updates go on from.
         """
-        if not self.built or not self.uses_global_step or self._shares_variables:
+        if not self.can_be_set_back:
             return
         known, self._known_step = self._known_step, step
         if known is None or known <= step:  # What a file has fits its step.

@@ -783,7 +783,10 @@ class TrainFunction(Steps):
 
     def _set_back(self) -> None:
         """Has all parts of the optimizer take notice if users have set the global step back."""
-        steps = {one: one.finished_steps for one in self._variables.optimizers if one.states}
+        trained = [one for one in self._variables.optimizers if one.states]
+        if not any(one.can_be_set_back for one in trained):
+            return
+        steps = {one: one.finished_steps for one in trained}
         for optimizer, own in steps.items():
             # Servers that collect pushes go by the step of the part that is ahead.
             optimizer.set_back(max(steps.values()) if self.mode.uses_buffers else own)
