@@ -324,6 +324,26 @@ def test_after_the_global_step_was_set_back_adam_goes_on_as_the_stock_one_does(c
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_the_step_of_a_file_can_be_set_back_before_a_model_is_trained(clusters, tmp_path):
+    strategy = recsync.AsyncStrategy(clusters.get(1, 2))
+    ids = RNG.integers(0, 20, (64, 3))
+    labels = RNG.normal(size=(64, 1)).astype(np.float32)
+
+    def make():
+        with strategy.scope():
+            return click_model(sharded_table(), optimizers.Adam(0.02, lazy=False))
+
+    model, other = make(), make()
+    model.fit(ids, labels, batch_size=8, verbose=0)
+    model.save_weights(tmp_path / "a.weights.h5")
+    other.load_weights(tmp_path / "a.weights.h5")
+    other.optimizer.iterations.assign(0)
+    other.fit(ids[:16], labels[:16], batch_size=8, verbose=0)
+    for state in other.optimizer.states:
+        for steps in state.last_steps:
+            np.testing.assert_array_equal(steps.numpy(), np.full(steps.shape, 2))
+
+
 def test_adam_goes_on_where_the_global_step_is_set_back_within_an_epoch(clusters):
     ids = RNG.integers(0, 20, (256, 3))
     labels = RNG.normal(size=(256, 1)).astype(np.float32)

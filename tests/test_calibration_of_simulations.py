@@ -71,12 +71,15 @@ class Scripted:
         self.now, self.seconds, self.waits = 0.0, seconds, waits
         self.distribute_strategy = self.train_function = self
         self.stop_training, self.variables = False, {}
+        self.began = [0.0 for _ in seconds]  # Since when what they tell of counts.
 
     def worker_steps(self, model):
         return [int(self.now / one) for one in self.seconds]
 
     def steps_and_waits(self):
-        steps = [int((self.now - self.now % 0.5) / one) for one in self.seconds]
+        told = self.now - self.now % 0.5
+        spans = zip(self.began, self.seconds, strict=True)
+        steps = [int(max(told - began, 0.0) / one) for began, one in spans]
         return [(count, count * wait) for count, wait in zip(steps, self.waits, strict=True)]
 
     def staleness(self, model):
@@ -92,6 +95,19 @@ def test_waits_for_data_are_no_part_of_steps_however_short_these_are(begun):
     while not model.stop_training:
         model.now += 0.005
         readings.on_train_batch_end(0)
+    assert _compute_seconds(*readings.taken) == pytest.approx((0.00025, 0.003), rel=0.1)
+
+
+def test_a_worker_that_was_lost_between_two_readings_is_measured_again():
+    model = Scripted([0.001, 0.004], [0.00075, 0.001])
+    readings = _Readings(steps=5000, now=lambda: model.now)
+    readings.set_model(model)
+    while not model.stop_training:
+        model.now += 0.005
+        readings.on_train_batch_end(0)
+        if readings.taken and not model.began[0]:
+            model.began[0] = model.now
+    assert readings.taken[0].time > model.began[0] > 0.0
     assert _compute_seconds(*readings.taken) == pytest.approx((0.00025, 0.003), rel=0.1)
 
 

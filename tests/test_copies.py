@@ -80,6 +80,7 @@ def test_a_learning_rate_is_no_longer_read_from_groups_that_are_trained_no_more(
     rates.of(0)[0].assign(0.7)
     (rate,) = rates.seen
     tf.raw_ops.AssignVariableOp(resource=rate.handle, value=0.3)  # As TensorFlow restores it.
+    np.testing.assert_allclose(rate.numpy(), 0.3)
     rates.begin()
     np.testing.assert_allclose([rate.numpy(), *rates_of(rates)], 0.3)
 

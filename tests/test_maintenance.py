@@ -272,6 +272,9 @@ def test_a_trainer_keeps_its_copy_when_it_is_restarted_and_not_when_it_is_draine
     window.request(Drain(worker=3))
     model.fit(numbers(20), verbose=0, callbacks=[window])
     assert missing(strategy.copies(model)) == [3]
+    # Also those of the one that is gone.
+    steps = strategy.sync_report(model).steps
+    assert strategy.staleness(model).dense.count == 2 * steps >= 2 * 100
     cluster.restart("worker", 3)
     fits_until(lambda: strategy.worker_steps(model)[3] > 0, model, numbers(40))
     assert "Worker 3 goes on with the parameters of the others" in caplog.text

@@ -289,6 +289,30 @@ def test_a_part_that_is_behind_is_loaded_as_it_was_where_servers_collect_pushes(
     assert_close(trained(True), trained(False), 1e-6)
 
 
+def test_parts_that_are_behind_are_set_back_as_well_where_servers_collect_pushes(clusters):
+    collecting = recsync.SyncStrategy(clusters.get(1, 2), global_batch_size=8, local_batch_size=8)
+    own = dict.fromkeys(NAMES, lambda: Adam(0.01))
+    model = model_of(collecting, own, lambda: per_table(Adam(0.01)))
+    model.fit(dataset(5), verbose=0, shuffle=False)
+    with collecting.scope():
+        model.compile(per_table(Adam(0.1)), "mse")  # Begins anew.
+    model.fit(dataset(9), verbose=0, shuffle=False)
+    parts = model.optimizer.parts.values()
+    assert sorted({int(part.iterations.numpy()) for part in parts}) == [9, 14]
+    for part in parts:
+        part.iterations.assign(part.iterations - 6)
+    model.fit(dataset(2), verbose=0, shuffle=False)
+    # All go by the step of the part that is ahead: 8, and two more.
+    steps = {
+        int(value)
+        for part in parts
+        for state in part.states
+        for variable in state.last_steps
+        for value in np.ravel(variable.numpy())
+    }
+    assert max(steps) == 10
+
+
 def test_optimizers_without_a_configuration_train_those_tables_that_were_given_them():
     class Halving(keras.optimizers.schedules.LearningRateSchedule):
         def __call__(self, step):

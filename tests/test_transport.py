@@ -367,9 +367,9 @@ def test_a_server_that_stood_still_when_it_was_first_asked_is_asked_again(cluste
         """Whether it does not tell its address as long as others wait for that."""
         assert wait_until(is_connected, 200)
         cluster.pause("ps", 0)
-        end_connections(cluster.pid("worker", 1), own_port(cluster, "ps", 0))
         resume = threading.Timer(7.0, cluster.resume, ["ps", 0])
         resume.start()
+        end_connections(cluster.pid("worker", 1), own_port(cluster, "ps", 0))
         function()
         resume.join()
         return connections_to(cluster, "ps", 0) == 0

@@ -273,9 +273,10 @@ class Window(keras.callbacks.Callback):
                 for group in strategy.arrangement.groups:
                     if restarted.intersection(group.holders):
                         function.put_aside(group.index, workers)
-                    elif drained.intersection(group.holders):
-                        with function.watched():
-                            strategy.staleness(self.model)  # What it has counted goes with it.
+                holders = [one for group in strategy.arrangement.groups for one in group.holders]
+                if function.synchronizer is not None and drained.intersection(holders):
+                    with function.watched():
+                        function.synchronizer.counted()  # What they have counted goes with them.
                 for entry in due:
                     event, _ = entry
                     with self._lock:

@@ -271,7 +271,8 @@ void RendezvousMgr::AskLater(uint64_t incarnation, const std::string& worker,
   const auto found = peers_.find(incarnation);
   if (found == peers_.end()) return;
   Peer& peer = found->second;
-  if (peer.wait == 0.0 && !why.empty()) {
+  if (!peer.has_warned && !why.empty()) {
+    peer.has_warned = true;
     LOG(WARNING) << "Tensors of " << worker << " go through gRPC: " << why;
   }
   peer.wait = std::clamp(2 * peer.wait, kAgainSeconds, kMostAgainSeconds);

@@ -64,8 +64,9 @@ class RendezvousMgr : public tensorflow::BaseRendezvousMgr {
   struct Peer {
     std::shared_ptr<TensorClient> client;
     bool is_ready = false;
-    double wait = 0.0;    // Seconds, before the last attempt.
-    Time again = kNever;  // When to ask again.
+    bool has_warned = false;  // That it can't be reached.
+    double wait = 0.0;        // Seconds, before the last attempt.
+    Time again = kNever;      // When to ask again.
 
     // Whether it could be reached, and can't any more.
     bool is_gone() const { return is_ready && client->is_closed(); }

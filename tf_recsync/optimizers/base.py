@@ -381,10 +381,10 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         arrangement = getattr(self._distribution_strategy, "arrangement", None)
         return arrangement is not None and arrangement.has_copies
 
-    def note_step(self) -> None:
-        """Notes how far the global step is, as users are about to assign it."""
+    def note_step(self, step: int) -> None:
+        """Notes how far the global step is that updates go by, as users are about to assign it."""
         if self._known_step is not None:
-            self._known_step = max(self._known_step, self.finished_steps)
+            self._known_step = max(self._known_step, step)
 
     @property
     def can_be_set_back(self) -> bool:
@@ -403,7 +403,7 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         if not self.can_be_set_back:
             return
         known, self._known_step = self._known_step, step
-        if known is None or known <= step:  # What a file has fits its step.
+        if known is not None and known <= step:
             return
         state = self.step_state
         period = max(step + state.swap_offset, 0) // max(state.swap_period, 1)

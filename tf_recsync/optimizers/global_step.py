@@ -142,7 +142,8 @@ class CountsSteps:
     step_variable: keras.Variable | None = None  # See `step_state`.
     _own_state: StepState | None = None  # The last that did not come from a checkpoint.
     _traced_for: tuple | None = None  # The `traced_state` of the last trace.
-    _known_step: int | None = None  # The largest since `set_back`; None if it is not known.
+    # The largest step that updates have gone by since `set_back`; None if it is not known.
+    _known_step: int | None = 0
 
     @property
     def uses_global_step(self) -> bool:

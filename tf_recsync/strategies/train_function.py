@@ -516,7 +516,7 @@ class TrainFunction(Steps):
         for optimizer in parts_of(self._model.optimizer):
             found = shown(optimizer._iterations._value)
             if found is not None and not is_copied(optimizer._iterations):
-                found.before_assign = functools.partial(self._hold_to_move, optimizer)
+                found.before_assign = self._hold_to_move
 
     def _open(self, worker: int, before: WorkerState | None, *parts: Any) -> WorkerState:
         group = self._group_of(worker)
@@ -773,23 +773,28 @@ class TrainFunction(Steps):
         if self.synchronizer is not None:
             self.synchronizer.copies.let_go()
 
-    def _hold_to_move(self, optimizer: Optimizer) -> None:
+    def _hold_to_move(self) -> None:
         """Users are about to assign the global step, as when they load a checkpoint."""
         was_moved, self._is_moved = self._is_moved, True
         if not self._hold():
             self._is_moved = was_moved
         if not self._is_recovering:
-            optimizer.note_step()
+            for optimizer, step in self._steps().items():
+                optimizer.note_step(step)
 
     def _set_back(self) -> None:
         """Has all parts of the optimizer take notice if users have set the global step back."""
+        for optimizer, step in self._steps().items():
+            optimizer.set_back(step)
+
+    def _steps(self) -> dict[Optimizer, int]:
+        """The global step that updates by each part of the optimizer go by; none if none asks."""
         trained = [one for one in self._variables.optimizers if one.states]
         if not any(one.can_be_set_back for one in trained):
-            return
+            return {}
         steps = {one: one.finished_steps for one in trained}
-        for optimizer, own in steps.items():
-            # Servers that collect pushes go by the step of the part that is ahead.
-            optimizer.set_back(max(steps.values()) if self.mode.uses_buffers else own)
+        # Servers that collect pushes go by the step of the part that is ahead.
+        return dict.fromkeys(steps, max(steps.values())) if self.mode.uses_buffers else steps
 
     def _go_on(self) -> None:
         if self.synchronizer is not None:  # From the first call on.

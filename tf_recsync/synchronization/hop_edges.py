@@ -140,9 +140,13 @@ class Edges:
         """
         with self._pausing, self._loops.closed():
             is_over = threading.Event()
+
+            def hold(handle: tf.Tensor) -> None:
+                if not is_over.is_set():  # When it is, nobody would let a worker go on.
+                    hop.hold(handle, True)
+
             try:
-                # None is held later than that: nobody would let it go on.
-                self.everywhere(lambda handle: hop.hold(handle, True), lambda: not is_over.is_set())
+                self.everywhere(hold)
                 # At the end they call again and again until all is told.
                 self._loops.become_quiet(or_ending=True)
                 yield
@@ -150,15 +154,8 @@ class Edges:
                 is_over.set()
                 self.everywhere(lambda handle: hop.hold(handle, False))
 
-    def everywhere(
-        self, action: Callable[[tf.Tensor], None], goes_on: Callable[[], bool] = lambda: True
-    ) -> None:
-        """Calls on all workers at once, and waits, with a limit for those that stand still.
-
-        Args:
-            action: the call, of a worker's handle.
-            goes_on: whether a call that has failed is made again.
-        """
+    def everywhere(self, action: Callable[[tf.Tensor], None]) -> None:
+        """Calls on all workers at once, and waits, with a limit for those that stand still."""
 
         def act(worker: int, handle: tf.Tensor) -> None:
             with self._at(worker):
@@ -166,9 +163,7 @@ class Edges:
 
         threads = [
             threading.Thread(
-                target=self.call,
-                args=(worker, functools.partial(act, worker, handle), goes_on),
-                daemon=True,
+                target=self.call, args=(worker, functools.partial(act, worker, handle)), daemon=True
             )
             for worker, handle in self._living().items()
         ]
@@ -178,15 +173,12 @@ class Edges:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def call(
-        self, worker: int, action: Callable[[], Told], goes_on: Callable[[], bool] = lambda: True
-    ) -> Told | None:
+    def call(self, worker: int, action: Callable[[], Told]) -> Told | None:
         """Calls a worker that is there; of one that is gone, its own thread will find out.
 
         Args:
             worker: which.
             action: the call; it is made again if it fails though the worker is there.
-            goes_on: whether it is made again then.
 
         Returns:
             What the call returns; None if it fails.
@@ -194,11 +186,7 @@ class Edges:
         holder = self._holders[worker]
 
         def is_there() -> bool:
-            return (
-                goes_on()
-                and not self._cluster.membership.is_away(holder)
-                and self._cluster.is_up(*holder)
-            )
+            return not self._cluster.membership.is_away(holder) and self._cluster.is_up(*holder)
 
         return tried_again(action, is_there)
 
