@@ -336,6 +336,8 @@ def test_the_step_of_a_file_can_be_set_back_before_a_model_is_trained(clusters, 
     model, other = make(), make()
     model.fit(ids, labels, batch_size=8, verbose=0)
     model.save_weights(tmp_path / "a.weights.h5")
+    with strategy.scope():
+        other.optimizer.build(other.trainable_variables)
     other.load_weights(tmp_path / "a.weights.h5")
     other.optimizer.iterations.assign(0)
     other.fit(ids[:16], labels[:16], batch_size=8, verbose=0)
