@@ -164,8 +164,9 @@ def shadow(**options):
 
 
 def long_hop():
-    # A look at the loss every microsecond, and nothing else for days.
-    model = simulation.LogisticRegression(features=1, examples=1, batch_size=1)
+    # A look at the loss every microsecond, and nothing else for days. Each takes long enough that
+    # what is kept of them fills no memory, however late the interrupt comes.
+    model = simulation.LogisticRegression(features=20, examples=200, batch_size=1)
     simulation.run_hop(
         topology.ring(3), compute_seconds=1e6, steps=300, model=model, loss_seconds=1e-6
     )
