@@ -2,6 +2,7 @@
 
 import _thread
 import math
+import signal
 import threading
 
 import pytest
@@ -178,6 +179,8 @@ def long_hop():
 def test_a_simulation_ends_at_an_interrupt_though_no_step_ends(run):
     # Another thread gets the interpreter meanwhile, too.
     other = threading.Timer(0.1, _thread.interrupt_main)
+    # Programs that are started in the background ignore interrupts.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             other.start()
@@ -185,6 +188,7 @@ def test_a_simulation_ends_at_an_interrupt_though_no_step_ends(run):
     finally:
         other.cancel()
         other.join()
+        signal.signal(signal.SIGINT, handler)
 
 
 @pytest.mark.parametrize(
