@@ -132,6 +132,20 @@ def test_a_call_is_made_again_so_many_times(some, failures, monkeypatch, caplog)
     assert not some.may_try_again("A call fails", error, 1) and failures == [error]
 
 
+def test_a_server_that_is_found_to_be_lost_after_its_call_has_failed_is_not_called_again(
+    monkeypatch,
+):
+    monkeypatch.setattr(loops, "RETRY_SECONDS", 0.0)
+    called, is_there = [], iter([True, False])
+
+    def call():
+        called.append(True)
+        raise tf.errors.UnavailableError(None, None, "the connection was cut")
+
+    assert loops.tried_again(call, lambda: next(is_there)) is None
+    assert called == [True]
+
+
 def test_an_error_that_is_none_of_servers_ends_training(some, failures):
     error = ValueError("an algorithm that can't be traced")
 

@@ -35,7 +35,9 @@ def tried_again(call: Callable[[], Told], goes_on: Callable[[], bool]) -> Told |
 
     Args:
         call: the call.
-        goes_on: whether it is made again, asked when it has failed.
+        goes_on: whether it is made again, asked when it has failed, and before it is: of a server
+            that was cut off as it was silent, it may not be known yet that it is lost, and another
+            call would wait.
 
     Returns:
         What it returns; None if it fails on.
@@ -43,6 +45,8 @@ def tried_again(call: Callable[[], Told], goes_on: Callable[[], bool]) -> Told |
     for attempt in range(ATTEMPTS):
         if attempt:
             time.sleep(RETRY_SECONDS)
+            if not goes_on():
+                break
         with contextlib.suppress(tf.errors.OpError):
             return call()
         if not goes_on():
