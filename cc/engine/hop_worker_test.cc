@@ -638,20 +638,21 @@ TEST(HopWorkerTest, WhatIsSentWhenItIsComputedWasComputedUntilThen) {
     options.now = [&now] { return now; };
     options.notify_ack = notify_ack;
     if (notify_ack) options.max_iteration_gap = 0;
+    Outcome entered[2], sent[2],
+        received[2];  // The worker may tell them later.
     Worker worker(options);
     for (int64_t iteration = 0; iteration < 2; ++iteration) {
       now = 100 * iteration;
-      Outcome entered, sent, received;
-      worker.Enter(iteration, std::nullopt, entered.Done());
-      ASSERT_TRUE(entered.ok());
+      worker.Enter(iteration, std::nullopt, entered[iteration].Done());
+      ASSERT_TRUE(entered[iteration].ok());
       now += 30;
-      worker.Send(iteration, sent.Done());
+      worker.Send(iteration, sent[iteration].Done());
       now += 40;
       for (const int64_t neighbor : {1, 2}) {
         worker.Announce(neighbor, iteration - 1);
       }
-      ASSERT_TRUE(sent.ok());
-      worker.Receive(iteration, received.ReceiveDone());
+      ASSERT_TRUE(sent[iteration].ok());
+      worker.Receive(iteration, received[iteration].ReceiveDone());
     }
     std::vector<std::pair<int64_t, int64_t>> computed;
     for (const Event& event : worker.TakeEvents()) {
