@@ -280,6 +280,16 @@ STRATEGIES = {
 }
 
 
+def models_alike(strategy, make_table=sharded_table):
+    """Of our Adam that moves all rows, and of the stock one, with the same weights."""
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = click_model(make_table(), optimizers.Adam(0.02, lazy=False))
+    stock = click_model(keras.layers.Embedding(**EMBEDDING), StockAdam(0.02))
+    stock.set_weights(weights_of(model))
+    return model, stock
+
+
 @pytest.mark.cases("<lambda>-sync", "sharded_table-async")
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("make_table", [lambda: keras.layers.Embedding(**EMBEDDING), sharded_table])
@@ -288,11 +298,7 @@ def test_adam_that_is_not_lazy_on_parameter_servers_is_stock_adam(clusters, make
     # Rows from 20 never come, and no row of one of the servers in half of the global batches.
     ids = RNG.integers(0, 10, (128, 3)) * 2 + np.arange(128)[:, None] // 16 % 2
     labels = RNG.normal(size=(128, 1)).astype(np.float32)
-    keras.utils.set_random_seed(7)
-    with strategy.scope():
-        model = click_model(make_table(), optimizers.Adam(0.02, lazy=False))
-    stock = click_model(keras.layers.Embedding(**EMBEDDING), StockAdam(0.02))
-    stock.set_weights(weights_of(model))
+    model, stock = models_alike(strategy, make_table)
     before = weights_of(model)[0]
     model.fit(ids, labels, batch_size=8, epochs=2, shuffle=False, verbose=0)
     size = 16 if name == "sync" else 8
@@ -309,11 +315,7 @@ def test_after_the_global_step_was_set_back_adam_goes_on_as_the_stock_one_does(c
     strategy = local if name == "one process" else STRATEGIES[name](clusters.get(1, 2))
     ids = RNG.integers(0, 10, (128, 3)) * 2 + np.arange(128)[:, None] // 16 % 2
     labels = RNG.normal(size=(128, 1)).astype(np.float32)
-    keras.utils.set_random_seed(7)
-    with strategy.scope():
-        model = click_model(sharded_table(), optimizers.Adam(0.02, lazy=False))
-    stock = click_model(keras.layers.Embedding(**EMBEDDING), StockAdam(0.02))
-    stock.set_weights(weights_of(model))
+    model, stock = models_alike(strategy)
     for _ in range(2):
         model.fit(ids, labels, batch_size=8, shuffle=False, verbose=0)
         size = 16 if name == "sync" else 8
@@ -349,11 +351,7 @@ def test_the_step_of_a_file_can_be_set_back_before_a_model_is_trained(clusters, 
 def test_adam_goes_on_where_the_global_step_is_set_back_within_an_epoch(clusters):
     ids = RNG.integers(0, 20, (256, 3))
     labels = RNG.normal(size=(256, 1)).astype(np.float32)
-    keras.utils.set_random_seed(7)
-    with recsync.AsyncStrategy(clusters.get(1, 2)).scope():
-        model = click_model(sharded_table(), optimizers.Adam(0.02, lazy=False))
-    stock = click_model(keras.layers.Embedding(**EMBEDDING), StockAdam(0.02))
-    stock.set_weights(weights_of(model))
+    model, stock = models_alike(recsync.AsyncStrategy(clusters.get(1, 2)))
     done = []
 
     def set_back(batch, logs):
@@ -378,11 +376,7 @@ def test_adam_that_is_not_lazy_goes_on_from_servers_checkpoint_in_one_process(cl
     ids = RNG.integers(0, 20, (64, 3))
     labels = RNG.normal(size=(64, 1)).astype(np.float32)
     fit = {"batch_size": 8, "shuffle": False, "verbose": 0}
-    keras.utils.set_random_seed(7)
-    with recsync.AsyncStrategy(clusters.get(1, 2)).scope():
-        model = click_model(sharded_table(), optimizers.Adam(0.02, lazy=False))
-    stock = click_model(keras.layers.Embedding(**EMBEDDING), StockAdam(0.02))
-    stock.set_weights(weights_of(model))
+    model, stock = models_alike(recsync.AsyncStrategy(clusters.get(1, 2)))
     model.fit(ids, labels, **fit)
     model.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
