@@ -56,7 +56,7 @@ def _define_flags() -> None:
         "inter_op_threads",
         None,
         "Threads that run ops, for each task; every remote call that waits in an op holds one. "
-        "Default: twice the number of cores, at least 16, and at least 4 more than twice the "
+        "Default: twice the number of cores, at least 16, and, up to 64, 4 more than twice the "
         "number of workers.",
         lower_bound=1,
     )

@@ -19,6 +19,9 @@ Task = tuple[str, int]  # Job and index.
 # needs others, of the servers that it calls: too few, and nobody goes on.
 _POOL_THREADS = 256
 _THREADS_PER_TASK = 8
+# A thousand workers' servers would have two thousand threads each, for calls that only wait
+# where each of them is a neighbor of all others.
+_MOST_DEFAULT_THREADS = 64
 _lock = threading.RLock()  # Held by `HostedServers` when a failed start releases.
 
 
@@ -26,11 +29,12 @@ def default_threads(workers: int) -> int:
     """Threads that run ops, for each server of a cluster that is told no other number.
 
     Args:
-      workers: Of the cluster. In decentralized training each may wait for all others, and
-        they for it: a call that carries what it has to tell, one that carries what it is
-        told, and a few that do not wait.
+      workers: Of the cluster. In decentralized training of up to 30, each may wait for all
+        others, and they for it: a call that carries what it has to tell, one that carries
+        what it is told, and a few that do not wait.
     """
-    return max(16, 2 * (os.cpu_count() or 1), 2 * workers + 4)
+    all_wait = min(2 * workers + 4, _MOST_DEFAULT_THREADS)
+    return max(16, 2 * (os.cpu_count() or 1), all_wait)
 
 
 def start_server(
@@ -61,6 +65,9 @@ def start_server(
     """
     # A call between servers fails at once when the other one is gone.
     os.environ["GRPC_FAIL_FAST"] = "True"
+    # TensorFlow's default is 64, with a thread each, for calls to other servers. Those of ours
+    # are few: a step's, and its tensors come over the transport's connections.
+    os.environ.setdefault("TF_GRPC_WORKER_CACHE_QUEUES", "4")
     job, index = task
     return tf.distribute.Server(
         dict(cluster),

@@ -96,8 +96,8 @@ class LocalCluster(connection.Cluster):
             servers and workers have their own.
           inter_op_threads: Threads of each server that run ops; a remote call that waits in
             an op holds one. Servers of a process share theirs. Default None: twice the
-            number of cores, at least 16, and enough for workers that all wait for each
-            other, twice their number and 4. Not for servers in this process.
+            number of cores, at least 16, and enough for up to 30 workers that all wait for
+            each other, twice their number and 4. Not for servers in this process.
           intra_op_threads: Threads of each server's process that one op may use. Default None:
             the number of cores divided by that of the processes with workers, which compute
             at the same time, and at least 1. Not for servers in this process.
