@@ -123,7 +123,7 @@ class Steps:
         self._step_logs: StepLogs | None = None
         self._logged = Logged()
         self._logs: dict[str, Any] = {}
-        self._refreshed = 0.0
+        self._refresh_at = 0.0  # When the metrics that are shown are too old (time.monotonic()).
         self._is_final = False  # Whether the logs are those of all steps granted.
         self._merger: MetricsMerger | None = None
         self._batches: PassBatches | None = None  # Of the pass that runs, or ran last.
@@ -261,7 +261,7 @@ class Steps:
                 self._count_lost_batches(run)
                 self._flush()
                 self._refresh(run)
-        elif not finished and time.monotonic() - self._refreshed > self._refresh_seconds:
+        elif not finished and time.monotonic() > self._refresh_at:
             with self.watched():
                 self._refresh(run, is_final=False)
                 self._unroll(run)
@@ -396,7 +396,7 @@ class Steps:
         before = run.completed if steps is None else max(run.completed, int(run.granted))
         done = before - skipped
         self._is_final = False
-        self._refreshed = 0.0  # The first call shows nothing of the epoch before.
+        self._refresh_at = 0.0  # The first call shows nothing of the epoch before.
         counted = iterator.counted - iterator.asked  # Before this epoch.
         self._target, iterator.asked = done + iterator.asked, 0
         length = iterator.distributed.length
@@ -804,7 +804,7 @@ class Steps:
         """
         self._read_all(run, is_final)
         self._logs = self._step_logs.results(self._merger.assign())
-        self._refreshed = time.monotonic()
+        self._refresh_at = time.monotonic() + self._refresh_seconds
 
     def _read_all(self, run: WorkerRun, is_final: bool) -> bool:
         """Reads the metrics of workers; False if some are lost, or could not be read."""
