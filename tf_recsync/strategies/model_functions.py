@@ -32,7 +32,6 @@ from tf_recsync.strategies.step_logs import Logged, NewLogged, StepLogs
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import (
     MetricsMerger,
-    WorkerLog,
     WorkerState,
     initial_values,
 )
@@ -462,7 +461,7 @@ class Steps:
             private = self._seeds.values(layout.private, initial, slot.number, self._steps_before)
             try:
                 has_numbers = batches.done is not None
-                log = WorkerLog.made(has_numbers) if has_numbers or is_training else None
+                log = has_numbers if has_numbers or is_training else None
                 owner = self._owner_of(slot)
                 row = self._boards.add_row(owner) if owner else None
                 state = self._open(slot.index, before, iterator, private, row, log)
@@ -471,12 +470,9 @@ class Steps:
                     before.take_back(kept)
                 raise
             slot.state = state  # From now on it is closed, whatever happens.
-            # Has the servers build their parts of the graph, without taking a step, and shows
-            # whether the worker has all functions.
             for function in self._functions_of(slot).values():
-                with contextlib.suppress(tf.errors.OutOfRangeError):
-                    function(iterator.empty(), 1, state)
-            self._read_worker(slot, batches)
+                function.build(iterator.empty(), state, slot.lives)
+            self._read_worker(slot, batches, state.first_answer(private[:metrics]))
             slot.kept_data = None
 
         def call(slot: Slot, n: int):
@@ -866,8 +862,13 @@ class Steps:
                 applied.update(reading.applied)
         return applied
 
-    def _read_worker(self, slot: Slot, batches: PassBatches) -> bool:
+    def _read_worker(self, slot: Slot, batches: PassBatches, answer: Answer | None = None) -> bool:
         """Reads a worker's metrics, and which batches it has done.
+
+        Args:
+            slot: the worker's.
+            batches: of the pass.
+            answer: what the worker would say, if that is known; default None.
 
         Returns:
             Whether that counts: what a worker says that was given up does not.
@@ -878,7 +879,8 @@ class Steps:
         # A worker's thread may be late with what it has read, and another epoch or pass have begun
         # meanwhile, to which that does not belong.
         state = slot.state
-        answer = self._reader.read(state.asked(len(self._merged_variables), slot.device))
+        if answer is None:
+            answer = self._reader.read(state.asked(len(self._merged_variables), slot.device))
         return self._take(slot, state, batches, answer, is_report=False)
 
     def _take(
@@ -937,9 +939,9 @@ class TestFunction(Steps):
             self._read_worker(slot, batches)
             slot.read_at = now
 
-    def _read_worker(self, slot: Slot, batches: PassBatches) -> bool:
+    def _read_worker(self, slot: Slot, batches: PassBatches, answer: Answer | None = None) -> bool:
         steps = slot.state.steps
-        counts = super()._read_worker(slot, batches)
+        counts = super()._read_worker(slot, batches, answer)
         if counts and batches.are_noted and batches.done is None:
             slot.noted = steps
         return counts

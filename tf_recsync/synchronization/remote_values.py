@@ -125,20 +125,25 @@ def _reader(variables: int, reads_log: bool) -> RemoteFunction:
     return RemoteFunction(tf.function(read, autograph=False).get_concrete_function(*specs))
 
 
-def make_variables(values: Sequence[np.ndarray], constants: int = 0) -> list[tf.Tensor]:
+def make_variables(
+    values: Sequence[np.ndarray], constants: int = 0, has_log: bool = False
+) -> tuple[list[tf.Tensor], tf.Tensor | None]:
     """Makes variables of numbers on the server in whose device scope it is called, in one call.
 
     Args:
         values: their initial values.
         constants: of so many of the first, tensors are made instead.
+        has_log: whether a log of a worker (`ops.worker_log`) is made, too; default False.
 
     Returns:
-        These tensors, and the variables' handles: a variable goes with the last one.
+        These tensors, and the variables' handles: a variable goes with the last one. And the log's
+        handle, or None.
 
     Raises:
         tf.errors.OpError: the server is gone.
     """
-    return _maker(_layout(values), constants)(on_worker(_message(values)))
+    made = _maker(_layout(values), constants, has_log)(on_worker(_message(values)))
+    return (made[:-1], made[-1]) if has_log else (made, None)
 
 
 def assign_variables(handles: Sequence[tf.Tensor], values: Sequence[np.ndarray]) -> None:
@@ -196,7 +201,7 @@ def _on_processor(function: Callable) -> Callable:
 
 
 @traced_once
-def _maker(layout: _Layout, constants: int) -> RemoteFunction:
+def _maker(layout: _Layout, constants: int, has_log: bool) -> RemoteFunction:
     @_on_processor
     def make(message):
         values = _values_in(message, layout)
@@ -207,7 +212,7 @@ def _maker(layout: _Layout, constants: int) -> RemoteFunction:
             )
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
             made.append(handle)
-        return made
+        return [*made, ops.worker_log()] if has_log else made
 
     function = tf.function(make, autograph=False)
     return RemoteFunction(function.get_concrete_function(tf.TensorSpec([None], tf.uint8)))
