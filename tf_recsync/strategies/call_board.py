@@ -19,7 +19,7 @@ import tensorflow as tf
 from tf_recsync import ops
 from tf_recsync.cluster import CHIEF, Cluster, Server
 from tf_recsync.synchronization.remote_functions import RemoteFunction, traced_once
-from tf_recsync.synchronization.remote_values import on_worker, padded
+from tf_recsync.synchronization.remote_values import padded, to_send
 
 _keys = itertools.count()  # Of rows, of which no two of a process have the same.
 
@@ -82,7 +82,7 @@ class CallBoard:
         # Not by a function that is called here: TensorFlow crashes when such a one returns a
         # handle of another process's.
         with tf.device(self.device):
-            return Row(self, key, ops.board_row(self._handle, on_worker(np.int64(key))))
+            return Row(self, key, ops.board_row(self._handle, to_send(np.int64(key))))
 
     def read(self) -> Reading:
         """Reads all rows, and takes what was reported."""
@@ -108,7 +108,7 @@ class CallBoard:
         columns = [[key, *values] for key, values in told.items()]
         # Numbers go along with a call that is made here: by itself, each array would be two.
         with tf.device(CHIEF):
-            _teller()(self._handle, tf.constant(np.array(columns, np.int64).T))
+            _teller()(self._handle, to_send(np.array(columns, np.int64).T))
 
 
 class CallBoards:
