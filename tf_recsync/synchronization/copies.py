@@ -514,15 +514,10 @@ class Copies:
                         waiting = (self._shown, *self._loaded.values(), *self._owed.values())
                         for some in waiting:
                             some[place] = values[place]
-            have_all = True
-            for group in self.there:
-                try:
-                    self._assign(group, values)
-                except (tf.errors.OpError, KeyError):
-                    # One that is lost its own threads find out; if only the connection broke, it
-                    # gets them the next time.
-                    have_all = False
-        if have_all:
+            there = self.there
+            # One of which only the connection broke gets them the next time.
+            reached = list(answered(there, lambda group: self._assign(group, values)))
+        if len(reached) == len(there):
             self._kept.difference_update(map(id, due))
 
     def settled(self) -> None:

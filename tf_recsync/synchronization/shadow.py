@@ -280,8 +280,7 @@ class ShadowSynchronizer(Synchronizer):
     def _loop(self, key: _Key) -> None:
         """Synchronizes a shard of one group, or of all, again and again."""
         group, shard = key
-        if key not in self._due:
-            self._due[key] = time.monotonic() + (0.0 if self._is_shadow else self._interval)
+        self._due.setdefault(key, time.monotonic() + (0.0 if self._is_shadow else self._interval))
         while self._wait_until_due(key):
             began = time.monotonic()
             self._due[key] = began + self._interval
@@ -349,8 +348,8 @@ class ShadowSynchronizer(Synchronizer):
                     self._absent.pop(group, None)
                 else:
                     self._absent[group] = time.monotonic()
-        there = [group for group in self._trainers.there if group not in self._absent]
-        return [group for group in there if self._trains(group)]
+        there = self._trainers.there
+        return [group for group in there if group not in self._absent and self._trains(group)]
 
     def _sync_surely(self, group: int, shard: int, turns: Turns | None = None) -> None:
         """Synchronizes a shard of one group, or of all that are left, if need be again."""

@@ -482,17 +482,15 @@ class Trainers:
     def _checked_vectors(self, start: np.ndarray) -> _Vectors:
         """The algorithm's vectors for a group that begins with these parameters."""
         vectors = dict(self._algorithm.states(start))
+        what = f"{type(self._algorithm).__name__}.states must give"
         for name, value in vectors.items():
             if "/" in name:
+                raise ValueError(f"{what} names without a slash, not {name!r}")
+            shape, dtype = np.shape(value), np.asarray(value).dtype
+            if shape != start.shape or dtype != np.float32:
                 raise ValueError(
-                    f"{type(self._algorithm).__name__}.states must give names without a slash, "
-                    f"not {name!r}"
-                )
-            if np.shape(value) != start.shape or np.asarray(value).dtype != np.float32:
-                raise ValueError(
-                    f"{type(self._algorithm).__name__}.states must give float32 arrays of "
-                    f"{start.size} elements; {name!r} has the shape {np.shape(value)} and the "
-                    f"type {np.asarray(value).dtype}"
+                    f"{what} float32 arrays of {start.size} elements; {name!r} has the shape "
+                    f"{shape} and the type {dtype}"
                 )
         return vectors
 

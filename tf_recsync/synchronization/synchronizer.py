@@ -98,7 +98,6 @@ class Synchronizer(Crew):
         self._arrangement = arrangement
         self._threads = threads
         self._counts = SyncCounts(len(arrangement.groups))
-        self._counters = list(counters)
         self._staleness = StalenessCounts(copies, counters)
 
     def count_on(self, other: Synchronizer) -> None:
@@ -217,7 +216,7 @@ class Synchronizer(Crew):
 
     def counted(self) -> list[list[np.ndarray]]:
         """What each group has counted of staleness; see `StalenessCounts.all`."""
-        return self._staleness.all() if self._counters else []
+        return self._staleness.all()
 
     # Checkpoints.
 
