@@ -263,7 +263,7 @@ class Copies:
         return all(probe.reachable for probe in asked)
 
     def at(self, group: int, shard: int) -> contextlib.AbstractContextManager[None]:
-        """Inside, this thread calls on who holds a shard of a group's copies; see `at`."""
+        """Inside, this thread calls on the holder of a shard of a group; see `remote_values.at`."""
         job, index = self.groups[group].holders[shard]
         return at(self._cluster, index, job)
 

@@ -242,10 +242,8 @@ class Synchronizer(Crew):
         A group whose copy the checkpoint lacks, as its holder did not answer, gets the mean, too.
         """
         groups = range(len(self._arrangement.groups))
-        if count == len(groups) == len(values):
-            self.copies.load(values)
-            return
-        mean = self.copies.mean(list(values.values()))
+        are_all_there = count == len(groups) == len(values)
+        mean = None if are_all_there else self.copies.mean(values.values())
         if count == len(groups):
             self.copies.load({group: values.get(group, mean) for group in groups})
             return
