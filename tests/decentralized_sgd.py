@@ -75,6 +75,6 @@ def recorded(strategy, model):
     group = strategy._synchronizer(model)
     index = {id(v): i for i, v in enumerate(group.copies.variables)}
     places = [index[id(v._value)] for v in (model.at, model.batches, model.passed)]
-    values = [group.copies.values(worker) for worker in range(group.size)]
+    values = [group.copies.values(worker) for worker in group.there]
     at, numbers, histories = ([own[place] for own in values] for place in places)
     return [int(a) for a in at], numbers, histories

@@ -109,7 +109,6 @@ class ByHop(Between):
             raise ValueError("the model has no dense parameters that groups could exchange by Hop")
         # Each push counts in it: not that of a part that trains nothing.
         trained = next(optimizer for optimizer in optimizers_of(model) if optimizer.states)
-        global_step = trained._iterations._value
         return GroupHopSynchronizer(
             self.algorithm.exchange,
             self.algorithm.updates_per_iteration,
@@ -118,7 +117,7 @@ class ByHop(Between):
             copies,
             parameters,
             _counters_among(copies, model),
-            next(i for i, variable in enumerate(copies.variables) if variable is global_step),
+            copies.places(trained._iterations._value)[0],
             float(self.algorithm.stall_seconds),
             settings.bandwidths,
             threads,
@@ -202,10 +201,14 @@ def _checked_schedule(schedule: Any) -> Shadow | Foreground:
 
 def checked_sync_ps(sync_ps: Any, algorithm: Algorithm | Hop, servers: int) -> list[int]:
     """The task indices of the sync PSs, if there are as many as the algorithm needs."""
+
+    def is_integer(value: Any) -> bool:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+
     name = type(algorithm).__name__
     if sync_ps is None:
         sync_ps = 1 if algorithm.is_central else 0
-    if isinstance(sync_ps, Integral) and not isinstance(sync_ps, bool):
+    if is_integer(sync_ps):
         check_at_least("sync_ps", int(sync_ps), 0)
         if sync_ps > servers:
             raise ValueError(
@@ -213,12 +216,11 @@ def checked_sync_ps(sync_ps: Any, algorithm: Algorithm | Hop, servers: int) -> l
             )
         indices = list(range(servers - int(sync_ps), servers))
     else:
-        if not isinstance(sync_ps, Sequence) or isinstance(sync_ps, (str, bytes)):
+        is_list = isinstance(sync_ps, Sequence) and not isinstance(sync_ps, (str, bytes))
+        if not is_list or not all(map(is_integer, sync_ps)):
             raise ValueError(f"sync_ps must be a number or task indices, not {sync_ps!r}")
         indices = list(sync_ps)
         for index in indices:
-            if isinstance(index, bool) or not isinstance(index, Integral):
-                raise ValueError(f"sync_ps must be a number or task indices, not {sync_ps!r}")
             if not 0 <= index < servers:
                 raise ValueError(f"sync_ps names ps:{index}, the cluster has ps={servers}")
         if len(set(indices)) < len(indices):

@@ -8,13 +8,9 @@ from typing import Literal
 import keras
 import numpy as np
 
-from tf_recsync.cluster import Cluster
-from tf_recsync.strategies.checks import OnBatchLost
 from tf_recsync.strategies.fit_strategy import FitStrategy
 from tf_recsync.strategies.model_variables import variables_of
-from tf_recsync.synchronization.arrangement import Arrangement
 from tf_recsync.synchronization.copies import is_copied
-from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.sync_report import SyncCounts, SyncReport
 from tf_recsync.synchronization.synchronizer import Synchronizer
 from tf_recsync.synchronization.worker_states import WorkerStates
@@ -24,39 +20,9 @@ class CopiedStrategy(FitStrategy):
     """Groups of workers, each with a copy of the dense parameters and what belongs to them.
 
     A group of one worker without servers holds its copy itself.
-
-    Args:
-        cluster: the connected cluster.
-        arrangement: the groups, and the servers that belong to none.
-        mode: when the workers of a group start, and how its copy is updated.
-        read: what users see of the copies: "mean", or the number of a group.
-        local_batch_size: examples of a batch, or None if fit shall find out.
-        worker_timeout: as in `AsyncStrategy`.
-        silence_timeout: as in `AsyncStrategy`.
-        on_batch_lost: as in `AsyncStrategy`.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        arrangement: Arrangement,
-        mode: Mode,
-        read: str | int,
-        local_batch_size: int | None,
-        worker_timeout: float,
-        silence_timeout: float | None,
-        on_batch_lost: OnBatchLost,
-    ):
-        self._read = read
-        super().__init__(
-            cluster,
-            local_batch_size,
-            worker_timeout,
-            silence_timeout,
-            on_batch_lost,
-            arrangement,
-            mode,
-        )
+    _read: str | int  # What users see of the copies: "mean", or the number of a group.
 
     def copies(self, model: keras.Model) -> list[list[np.ndarray] | None]:
         """The parameters of each group: of each worker that is a group of its own.

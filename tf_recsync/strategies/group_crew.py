@@ -67,7 +67,7 @@ class GroupCrew(Crew):
             else:
                 self._suspended.add(worker)
 
-    def _gives_back(self, aggregation: AtOnce, worker: int) -> bool:
+    def _gives_back(self, aggregation: Aggregation, worker: int) -> bool:
         """Whether the tokens of a worker that is gone are given back, for which others wait.
 
         Else the group's server is gone, too, or was, and whoever begins with what is there now

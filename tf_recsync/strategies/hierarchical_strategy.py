@@ -18,7 +18,6 @@ from tf_recsync.strategies.between_groups import (
 )
 from tf_recsync.strategies.checks import OnBatchLost, check_is_cluster, check_timeouts
 from tf_recsync.strategies.hop_between_groups import Hop
-from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.operators import checked_operators
 from tf_recsync.strategies.synchronized_strategy import SynchronizedStrategy
 from tf_recsync.synchronization import aggregation as aggregations
@@ -228,6 +227,3 @@ class HierarchicalStrategy(SynchronizedStrategy):
             counted, for which a log line says why.
         """
         return getattr(model.train_function, "operator_plan", None)
-
-    def _on_servers(self, model: keras.Model) -> OnServers:
-        return OnServers(model, self._operators, self._local_batch_size)

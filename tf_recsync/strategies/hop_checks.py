@@ -10,13 +10,13 @@ import keras
 import numpy as np
 from absl import logging
 
-from tf_recsync._checks import check_at_least, check_bool
+from tf_recsync._checks import check_bool, integer
 from tf_recsync.layers import EmbeddingCollection
 from tf_recsync.optimizers import base
 from tf_recsync.strategies.checks import check_averaging, check_optimizers
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 from tf_recsync.strategies.model_variables import uses_servers
-from tf_recsync.synchronization.hop_protocol import MOST, Protocol, Skip, check_iterations
+from tf_recsync.synchronization.hop_protocol import MOST, Protocol, Skip, checked_iterations
 from tf_recsync.topology import Topology
 
 
@@ -84,18 +84,17 @@ def checked_protocol(
     if max_iteration_gap == "default":
         max_iteration_gap = None if notify_ack else 5
     if max_iteration_gap is not None:
-        check_iterations("max_iteration_gap", max_iteration_gap, 1)
-        max_iteration_gap = int(max_iteration_gap)
+        max_iteration_gap = checked_iterations("max_iteration_gap", max_iteration_gap, 1)
         if notify_ack:
             raise ValueError(
                 f"max_iteration_gap is of token queues, not of notify_ack: {max_iteration_gap}"
             )
     if staleness_bound is not None:
-        check_iterations("staleness_bound", staleness_bound, 0)
-        staleness_bound = int(staleness_bound)
-    backups = _each(topology.size, backup_workers)
-    for worker, backup in enumerate(backups):
-        check_at_least("backup_workers", backup, 0)
+        staleness_bound = checked_iterations("staleness_bound", staleness_bound, 0)
+    backups = []
+    for worker, given in enumerate(_each(topology.size, backup_workers)):
+        backup = integer("backup_workers", given, 0)
+        backups.append(backup)
         senders = len(topology.in_neighbors(worker)) + 1
         if backup >= senders:
             raise ValueError(
@@ -153,24 +152,18 @@ def _check_queues(protocol: Protocol) -> None:
         )
 
 
-def _each(workers: int, backup_workers: Any) -> list[int]:
+def _each(workers: int, backup_workers: Any) -> Sequence[Any]:
     """A number for each worker, of what may be one for all."""
     numbers = backup_workers
     if isinstance(numbers, Integral) and not isinstance(numbers, bool):
         numbers = [numbers] * workers
-    if not isinstance(numbers, (Sequence, np.ndarray)) or isinstance(numbers, (str, bytes)):
+    are_many = isinstance(numbers, (Sequence, np.ndarray)) and not isinstance(numbers, (str, bytes))
+    if not are_many or len(numbers) != workers:
+        found = len(numbers) if are_many else repr(backup_workers)
         raise ValueError(
-            f"backup_workers must be an int or one for each of the {workers} workers, not "
-            f"{backup_workers!r}"
+            f"backup_workers must be an int or one for each of the {workers} workers, not {found}"
         )
-    if len(numbers) != workers:
-        raise ValueError(
-            f"backup_workers must be an int or one for each of the {workers} workers, not "
-            f"{len(numbers)}"
-        )
-    # Numpy's integers are no ints.
-    is_integer = [isinstance(n, Integral) and not isinstance(n, bool) for n in numbers]
-    return [int(n) if good else n for n, good in zip(numbers, is_integer, strict=True)]
+    return numbers
 
 
 def _warn_if_nobody_skips(protocol: Protocol) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,14 +30,15 @@ from tf_recsync.synchronization.remote_values import packed
 from tf_recsync.synchronization.seeds import drawing_from
 
 
-def exchange_dtype(model: keras.Model) -> tf.DType:
-    """The type of the parameters that workers have copies of.
+def exchanged(model: keras.Model) -> list[tf.Variable]:
+    """The parameters that workers have copies of, which are of one type.
 
     Raises:
         ValueError: if they can't be averaged as one.
     """
+    copied = list(filter(is_copied, model.trainable_variables))
     dtypes = {}
-    for variable in filter(is_copied, model.trainable_variables):
+    for variable in copied:
         if variable.dtype not in ("float32", "float64"):
             raise ValueError(
                 "trainable variables must be float32 or float64 to be averaged; "
@@ -51,13 +51,7 @@ def exchange_dtype(model: keras.Model) -> tf.DType:
             if dtypes
             else "the model has no trainable variables that workers could exchange"
         )
-    return tf.as_dtype(*dtypes)
-
-
-def exchanged_elements(model: keras.Model) -> int:
-    """How many elements these parameters have."""
-    copied = filter(is_copied, model.trainable_variables)
-    return sum(math.prod(variable.shape) for variable in copied)
+    return [variable._value for variable in copied]
 
 
 class HopTrainFunction(TrainFunction):
@@ -89,8 +83,7 @@ class HopTrainFunction(TrainFunction):
                 settings.cluster,
                 settings.arrangement,
                 copies,
-                exchanged_elements(model),
-                exchange_dtype(model),
+                exchanged(model),
                 stall_seconds,
                 settings.bandwidths,
                 self.recordings,
@@ -107,12 +100,11 @@ class HopTrainFunction(TrainFunction):
         """Traces `model.train_step` and the exchange around it, once for all workers."""
         del steps
         model = self._model
-        parameters = [v._value for v in model.trainable_variables if is_copied(v)]
+        parameters = exchanged(model)
         handles = [variable.handle for variable in parameters]
-        dtype = exchange_dtype(model)
+        dtype = parameters[0].dtype
         constrained = [v for v in model.trainable_variables if v.constraint is not None]
-        uses_servers = bool(layout.optimizers)
-        if uses_servers:
+        if layout.optimizers:  # Some variables lie on servers.
             train = _with_servers(model, layout, lookups, self._step_logs)
         else:
             train = _by_itself(model, layout, self._step_logs)

@@ -138,7 +138,7 @@ class HopStrategy(CopiedStrategy):
     ):
         check_is_cluster(cluster)
         hop_checks.check_topology(topology, cluster.workers, "the cluster")
-        read = checked_output(output, cluster.workers)
+        self._read = checked_output(output, cluster.workers)
         check_seconds("stall_seconds", stall_seconds)
         check_timeouts(worker_timeout, silence_timeout)
         ahead = max_iteration_gap, backup_workers, staleness_bound, skip
@@ -148,13 +148,12 @@ class HopStrategy(CopiedStrategy):
         )
         super().__init__(
             cluster,
-            each_worker(cluster.workers, embedding_ps=range(cluster.ps)),
-            Mode("local"),  # Each worker applies the model's own optimizer.
-            read,
             None,
             worker_timeout,
             silence_timeout,
             on_batch_lost,
+            each_worker(cluster.workers, embedding_ps=range(cluster.ps)),
+            Mode("local"),  # Each worker applies the model's own optimizer.
         )
 
     computing_jobs = ()  # The model's own optimizer ends a step, not a push.

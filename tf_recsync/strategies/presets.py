@@ -93,9 +93,7 @@ class AsyncStrategy(GroupStrategy):
         silence_timeout: float | None = None,
         on_batch_lost: OnBatchLost = "retry",
     ):
-        mode = modes.Async(
-            local_batch_size=local_batch_size,
-        )
+        mode = modes.Async(local_batch_size=local_batch_size)
         super().__init__(
             cluster, mode, worker_timeout, silence_timeout, on_batch_lost, prefetch_lookups
         )

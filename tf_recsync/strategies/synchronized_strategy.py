@@ -12,6 +12,7 @@ from tf_recsync.strategies.checks import OnBatchLost, check_optimizers, checked_
 from tf_recsync.strategies.copied_strategy import CopiedStrategy
 from tf_recsync.strategies.hop_between_groups import Hop
 from tf_recsync.strategies.model_variables import AsShown, OnServers
+from tf_recsync.strategies.operators import Operators
 from tf_recsync.strategies.server_threads import check_threads
 from tf_recsync.strategies.train_function import TrainFunction
 from tf_recsync.synchronization.arrangement import Arrangement
@@ -41,6 +42,7 @@ class SynchronizedStrategy(CopiedStrategy):
     pushes_gradients = True  # Optimizers are applied in the workers' steps only.
 
     linked_jobs = ("ps", "worker")
+    _operators: Operators | None = None  # Where layers run; None: on the trainers.
 
     def __init__(
         self,
@@ -56,17 +58,16 @@ class SynchronizedStrategy(CopiedStrategy):
         on_batch_lost: OnBatchLost,
     ):
         self._between = between
-        read = checked_output(output, len(arrangement.groups))
+        self._read = checked_output(output, len(arrangement.groups))
         self.threads_per_worker = threads
         super().__init__(
             cluster,
-            arrangement,
-            mode,
-            read,
             local_batch_size,
             worker_timeout,
             silence_timeout,
             on_batch_lost,
+            arrangement,
+            mode,
         )
 
     @property
@@ -89,7 +90,7 @@ class SynchronizedStrategy(CopiedStrategy):
         model.train_function = TrainFunction(
             model,
             self._settings,
-            self._on_servers(model),
+            OnServers(model, self._operators, self._local_batch_size),
             lambda copies: self._between.synchronizer(
                 model, copies, self._settings, self.threads_per_worker
             ),
@@ -97,10 +98,6 @@ class SynchronizedStrategy(CopiedStrategy):
             self.threads_per_worker,
         )
         self._put_reading_functions(model, AsShown(model))
-
-    def _on_servers(self, model: keras.Model) -> OnServers:
-        """Where training steps find a model's variables."""
-        return OnServers(model)
 
     def _check_optimizer(self, model: keras.Model) -> None:
         check_optimizers(self, model)

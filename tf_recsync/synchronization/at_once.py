@@ -31,10 +31,6 @@ class AtOnce:
             copies: the group's, the same object as long as it has them.
         """
 
-    def is_made_for(self, copies: object | None) -> bool:
-        """Whether what steps use was made for these copies of the group."""
-        return True
-
     # In the workers' steps.
 
     def start(self, worker: tf.Tensor, devices: Iterable[str]) -> dict[str, Token]:
@@ -65,13 +61,6 @@ class AtOnce:
 
     def leave(self, worker: int) -> None:
         """A worker has nothing to do at the moment."""
-
-    def release(self) -> None:
-        """Ends the waits of all workers."""
-
-    def describe(self) -> str:
-        """Who waits for whom, in words; empty if nobody ever does."""
-        return ""
 
 
 AT_ONCE = AtOnce()

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import keras
 import numpy as np
@@ -19,6 +20,8 @@ from tf_recsync.cluster import Cluster, ask, fetch, reason
 from tf_recsync.shown_variable import ShownVariable
 from tf_recsync.synchronization.arrangement import Group
 from tf_recsync.synchronization.remote_values import PackedReader, at, on_worker
+
+_Answer = TypeVar("_Answer")
 
 
 class CopiedVariable(ShownVariable):
@@ -136,9 +139,16 @@ class Copies:
         pieces: Mapping[int, Pieces] | None = None,
     ):
         self.seen = list(variables)
-        known = pieces or {}
-        self._pieces = [known.get(id(v)) or Pieces((v,), None) for v in variables]
-        self.variables = [v for some in self._pieces for v in some.variables]
+        self.variables: list[CopiedVariable] = []
+        # Of each variable that users see, by its id: its pieces, and where these are.
+        self._pieces: dict[int, Pieces] = {}
+        self._places: dict[int, range] = {}
+        for variable in variables:
+            own = (pieces or {}).get(id(variable)) or Pieces((variable,), None)
+            first = len(self.variables)
+            self.variables += own.variables
+            self._pieces[id(variable)] = own
+            self._places[id(variable)] = range(first, len(self.variables))
         self.groups = list(groups)
         self._cluster = cluster
         self._read = read
@@ -176,28 +186,25 @@ class Copies:
 
     def whole(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """What users see of values of `variables`, or of the first of them."""
-        found: list[np.ndarray] = []
-        rest = list(values)
-        for pieces in self._pieces:
-            if not rest:
-                break
-            own, rest = rest[: len(pieces.variables)], rest[len(pieces.variables) :]
-            found.append(pieces.join(own))
-        return found
+        there = [v for v in self.seen if self._places[id(v)].stop <= len(values)]
+        return [self._joined(variable, values) for variable in there]
+
+    def _joined(
+        self, variable: CopiedVariable, values: Sequence[np.ndarray] | Mapping[int, np.ndarray]
+    ) -> np.ndarray:
+        """What users see of a variable, of values of `variables`."""
+        return self._pieces[id(variable)].join([values[i] for i in self.places(variable)])
 
     def divided(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The values of `variables`, of what users see of them, or of the first of these."""
-        pairs = zip(self._pieces, values, strict=False)
+        pairs = zip(self._pieces.values(), values, strict=False)
         return [value for pieces, whole in pairs for value in pieces.divide(whole)]
 
-    def places(self, variable: CopiedVariable) -> list[int]:
+    def places(self, variable: CopiedVariable) -> range:
         """Where among `variables` one that users see is, or its pieces."""
-        first = 0
-        for seen, pieces in zip(self.seen, self._pieces, strict=True):
-            if seen is variable:
-                return list(range(first, first + len(pieces.variables)))
-            first += len(pieces.variables)
-        raise ValueError(f"groups have no copies of {variable.name}")
+        if id(variable) not in self._places:
+            raise ValueError(f"groups have no copies of {variable.name}")
+        return self._places[id(variable)]
 
     @property
     def there(self) -> list[int]:
@@ -255,6 +262,11 @@ class Copies:
         asked = ask(self._cluster, self.groups[group].holders)
         return all(probe.reachable for probe in asked)
 
+    def at(self, group: int, shard: int) -> contextlib.AbstractContextManager[None]:
+        """Inside, this thread calls on the holder of a shard of a group; see `remote_values.at`."""
+        job, index = self.groups[group].holders[shard]
+        return at(self._cluster, index, job)
+
     def _lives_of(self, group: int) -> list[tuple[int, int]]:
         if not self.variables:
             return []  # Nothing is lost with a holder.
@@ -272,8 +284,8 @@ class Copies:
         """Makes a group's copies anew, with these values; see `will_make`."""
         lives = self._lives_of(group)
         made: list[tf.Variable] = [None] * len(self.variables)
-        for shard, (job, index) in zip(self._shards, self.groups[group].holders, strict=True):
-            with at(self._cluster, index, job):
+        for number, shard in enumerate(self._shards):
+            with self.at(group, number):
                 for i in shard:
                     value, shape = on_worker(values[i]), self.variables[i].shape
                     # No variable of the strategy, in whose scope this may be.
@@ -370,11 +382,9 @@ class Copies:
 
         None for one that has none, or does not answer.
         """
-        found = {group: self.whole(values) for group, values in self.all_values().items()}
-        numbers = {id(variable): i for i, variable in enumerate(self.seen)}
-        chosen = [numbers[id(variable)] for variable in variables]
+        found = self.all_values()
         return [
-            [found[group][i] for i in chosen] if group in found else None
+            [self._joined(v, found[group]) for v in variables] if group in found else None
             for group in range(len(self.groups))
         ]
 
@@ -408,11 +418,10 @@ class Copies:
         # The ops that restore a checkpoint tell nobody. That of a model has the output of its
         # groups, which may be one's copy, and may be restored after their states.
         known = [self._shown, *self._merged]
-        pairs = zip(self.seen, self._pieces, strict=True)
-        told = [id(variable) in self._kept for variable, own in pairs for _ in own.variables]
+        told = {i for v in self.seen if id(v) in self._kept for i in self.places(v)}
 
         def is_known(i: int) -> bool:
-            if told[i]:
+            if i in told:
                 return False
             # What is no number is the same as itself here: nobody assigned it.
             equal_nan = self.variables[i].dtype.is_floating
@@ -505,20 +514,16 @@ class Copies:
                         waiting = (self._shown, *self._loaded.values(), *self._owed.values())
                         for some in waiting:
                             some[place] = values[place]
-            have_all = True
-            for group in self.there:
-                try:
-                    self._assign(group, values)
-                except (tf.errors.OpError, KeyError):
-                    # One that is lost its own threads find out; if only the connection broke, it
-                    # gets them the next time.
-                    have_all = False
-        if have_all:
+            there = self.there
+            # One of which only the connection broke gets them the next time.
+            reached = list(answered(there, lambda group: self._assign(group, values)))
+        if len(reached) == len(there):
             self._kept.difference_update(map(id, due))
 
     def settled(self) -> None:
         """Nobody trains the copies any more; after one more refresh nothing changes."""
-        self.refresh(force=True)
+        self._peek()
+        self._is_held = False
         self._rest()
 
     def let_go(self) -> None:
@@ -541,15 +546,13 @@ class Copies:
             if variable.before_read in (self._look, self.refresh):  # Not another model's.
                 variable.before_read = None
 
-    def refresh(self, force: bool = False) -> None:
+    def refresh(self) -> None:
         """Writes what the copies come to into what users see."""
-        if not (self._stale or force) or _refreshing.active:
+        if not self._stale or _refreshing.active:
             return
-        is_held = False
-        if not force:
-            is_held = self._hold()
-            if is_held and self._is_held:
-                return
+        is_held = self._hold()
+        if is_held and self._is_held:
+            return
         self._peek()
         self._is_held = is_held
 
@@ -572,30 +575,25 @@ class Copies:
         every = range(len(self.variables))
         new = dict(zip(every if numbers is None else numbers, values, strict=True))
         self._shown = [new[i] if i in new else self._shown[i] for i in every]
-        first = 0
-        for variable, pieces in zip(self.seen, self._pieces, strict=True):
-            own = every[first : first + len(pieces.variables)]
-            first += len(own)
-            if id(variable) not in self._kept and own[0] in new:
-                value = pieces.join([new[i] for i in own])
+        for variable in self.seen:
+            if id(variable) not in self._kept and self.places(variable)[0] in new:
+                value = self._joined(variable, new)
                 tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
 
     def _combined(self, numbers: Sequence[int] | None = None) -> list[np.ndarray] | None:
         """What the copies of some variables come to, or of all; None if nobody answers."""
+
+        def mean_of(groups: Iterable[int]) -> list[np.ndarray] | None:
+            found = answered(groups, lambda group: self.values(group, numbers))
+            return self.mean((values for _, values in found), numbers)
+
         groups = self.there
-
-        def answers(asked: Sequence[int]):
-            for group in asked:
-                # One that is lost its own threads find out.
-                with contextlib.suppress(tf.errors.OpError, KeyError):
-                    yield self.values(group, numbers)
-
         if self._read in groups:
-            found = self.mean(answers([self._read]), numbers)
+            found = mean_of([self._read])
             if found is not None:
                 return found
             groups.remove(self._read)
-        return self.mean(answers(groups), numbers)
+        return mean_of(groups)
 
     def mean(
         self, copies: Iterable[Sequence[np.ndarray]], numbers: Sequence[int] | None = None
@@ -636,11 +634,27 @@ class Copies:
     def _write(
         self, group: int, copies: Sequence[tf.Variable], values: Sequence[np.ndarray | None]
     ) -> None:
-        for shard, (job, index) in zip(self._shards, self.groups[group].holders, strict=True):
-            with at(self._cluster, index, job):
+        for number, shard in enumerate(self._shards):
+            with self.at(group, number):
                 for i in shard:
                     if values[i] is not None:
                         copies[i].assign(on_worker(values[i]), read_value=False)
+
+
+def answered(
+    groups: Iterable[int], ask_group: Callable[[int], _Answer]
+) -> Iterator[tuple[int, _Answer]]:
+    """What each of some groups is asked for, one after the other, with the groups.
+
+    Those that are lost are left out: their own threads find out.
+
+    Args:
+        groups: their numbers.
+        ask_group: asks one of them.
+    """
+    for group in groups:
+        with contextlib.suppress(tf.errors.OpError, KeyError):
+            yield group, ask_group(group)
 
 
 class _Refreshing(threading.local):

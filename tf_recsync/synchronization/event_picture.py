@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 
 from tf_recsync._figures import new_figure
-from tf_recsync.ops.events import ACTIVITIES
 from tf_recsync.synchronization.events import Event, row_of
 
-# Waits are light, work is dark; what is not here takes no time.
+# Waits are light, work is dark; what is not here takes no time. In the order of ACTIVITIES.
 _COLORS = {
     "compute": "#33556b",
-    "wait for a batch": "#e8d9a9",
-    "wait for tokens": "#e0b0a0",
     "wait for updates": "#d8c0d8",
+    "wait for tokens": "#e0b0a0",
+    "send": "#7f8fb0",
+    "receive": "#a9b5cf",
+    "wait for a batch": "#e8d9a9",
     "pull": "#8fb8a8",
     "push": "#5f8f7f",
     "push and pull": "#77a494",
-    "send": "#7f8fb0",
-    "receive": "#a9b5cf",
     "synchronize": "#b08040",
 }
 
@@ -44,18 +44,15 @@ def draw(path: str, events: Sequence[Event], begin: float, seconds: float) -> No
     lines = sorted({(event.worker, *row_of(event)) for event in shown})
     figure = new_figure(10.0, 1.2 + 0.3 * max(len(lines), 1), "Recording.plot")
     axes = figure.subplots()
-    for name in (name for name in ACTIVITIES if name in _COLORS):
-        bars: dict[int, list[tuple[float, float]]] = {}
-        for event in shown:
-            if event.name == name:
-                place = lines.index((event.worker, *row_of(event)))
-                bars.setdefault(place, []).append(
-                    (at(event.begin), at(event.end) - at(event.begin))
-                )
-        label = name
-        for place, spans in bars.items():
-            axes.broken_barh(spans, (place - 0.4, 0.8), color=_COLORS[name], label=label)
-            label = "_"  # Once in the legend.
+    bars = collections.defaultdict(list)  # By what was done, and the line.
+    for event in shown:
+        place = lines.index((event.worker, *row_of(event)))
+        bars[event.name, place].append((at(event.begin), at(event.end) - at(event.begin)))
+    for name, color in _COLORS.items():
+        places = [place for done, place in bars if done == name]
+        for place in places:
+            label = name if place == places[0] else "_"  # Once in the legend.
+            axes.broken_barh(bars[name, place], (place - 0.4, 0.8), color=color, label=label)
     axes.set_yticks(range(len(lines)), [f"worker {worker}, {name}" for worker, *_, name in lines])
     axes.set_xlim(begin, begin + seconds)
     axes.set_ylim(max(len(lines), 1) - 0.5, -0.5)

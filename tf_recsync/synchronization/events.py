@@ -83,7 +83,7 @@ class Recordings:
             failed: is called when training has failed.
         """
         collect()  # What was before is nobody's.
-        recording = Recording(limit, collect, failed, self._drop)
+        recording = Recording(limit, collect, failed or (lambda: None), self._drop)
         with self._lock:
             self._recordings.append(recording)
         return recording
@@ -128,8 +128,7 @@ class Recordings:
         with self._lock:
             recordings = list(self._recordings)
         for recording in recordings:
-            if recording._failed is not None:
-                recording._failed()
+            recording._failed()
 
     def _drop(self, recording: Recording) -> None:
         with self._lock:
@@ -150,11 +149,11 @@ class Recording:
         self,
         limit: int,
         collect: Callable[[], object],
-        failed: Callable[[], object] | None,
+        failed: Callable[[], object],
         drop: Callable[[Recording], None],
     ):
         self.limit = limit
-        self._collect: Callable[[], object] | None = collect
+        self._collect = collect  # Of one that was stopped, nothing is collected.
         self._failed = failed
         self._drop = drop
         self._lock = threading.Lock()
@@ -166,7 +165,7 @@ class Recording:
 
     def events(self) -> Iterator[Event]:
         """What was done so far, by worker's report; it need not be in the order of time."""
-        self._collect_now()
+        self._collect()
         with self._lock:
             parts = list(self._parts)
         return (Event(*row) for part in parts for row in part.tolist())
@@ -178,7 +177,7 @@ class Recording:
             For each worker that has told something, the totals of each activity, by its name;
             those of its threads are added up. Activities may overlap.
         """
-        self._collect_now()
+        self._collect()
         with self._lock:
             sums = {worker: of_one.tolist() for worker, of_one in sorted(self._sums.items())}
         return {
@@ -210,11 +209,6 @@ class Recording:
         number("begin", begin, least=0, allowed="at least 0, in seconds")
         event_picture.draw(path, list(self.events()), begin, seconds)
 
-    def _collect_now(self) -> None:
-        collect = self._collect
-        if collect is not None:
-            collect()
-
     @property
     def lost(self) -> int:
         """How many events are not there: there were more than `limit`, or too many at once."""
@@ -223,9 +217,8 @@ class Recording:
 
     def stop(self) -> None:
         """Ends the recording; what was recorded stays."""
-        collect, self._collect = self._collect, None
-        if collect is not None:
-            collect()
+        collect, self._collect = self._collect, lambda: None
+        collect()
         self._drop(self)
 
     def __enter__(self) -> Recording:

@@ -17,7 +17,7 @@ from absl import logging
 
 from tf_recsync.cluster import Cluster
 from tf_recsync.synchronization.arrangement import Arrangement
-from tf_recsync.synchronization.copies import Copies
+from tf_recsync.synchronization.copies import Copies, answered
 from tf_recsync.synchronization.events import Recordings
 from tf_recsync.synchronization.hop_exchange import Exchange, listed
 from tf_recsync.synchronization.hop_protocol import Protocol
@@ -35,13 +35,13 @@ class ExchangeSynchronizer(Synchronizer):
         cluster: the connected cluster.
         arrangement: the groups.
         copies: their parameters and what belongs to them.
-        elements: of the parameters.
-        dtype: of the parameters.
+        parameters: those of the copied variables that are exchanged, all of one type.
         stall_seconds: after which somebody's wait is logged.
         bandwidths: returns artificial bandwidths, in bytes per second by holder's device.
-        events: gets what workers did.
+        recordings: get what workers did.
         shards: the numbers of the shards that are exchanged, each by itself.
         threads: that train for each trainer.
+        counters: which of the copied variables count the staleness of updates.
 
     Attributes:
         exchanges: of each of these shards.
@@ -55,18 +55,18 @@ class ExchangeSynchronizer(Synchronizer):
         cluster: Cluster,
         arrangement: Arrangement,
         copies: Copies,
-        elements: int,
-        dtype: tf.DType,
+        parameters: Sequence[tf.Variable],
         stall_seconds: float,
         bandwidths: Callable[[], dict[str, float]],
         recordings: Recordings,
         shards: Sequence[int] = (0,),
         threads: int = 1,
+        counters: Sequence[int] = (),
     ):
-        super().__init__(arrangement, copies, threads)
+        super().__init__(arrangement, copies, threads, counters)
         self._protocol = protocol
         self._cluster = cluster
-        self._elements = elements
+        self._elements = sum(variable.shape.num_elements() for variable in parameters)
         self._topology = protocol.topology
         self._noun = "group" if copies.groups[0].servers else "worker"
         self._restored: int | None = None  # The latest iteration of a checkpoint.
@@ -77,7 +77,7 @@ class ExchangeSynchronizer(Synchronizer):
                 cluster,
                 [group.holders[shard] for group in copies.groups],
                 self._noun,
-                dtype,
+                parameters[0].dtype,
                 copies.are_current,
                 stall_seconds,
                 bandwidths,
@@ -98,11 +98,6 @@ class ExchangeSynchronizer(Synchronizer):
     def there(self) -> list[int]:
         """The groups that are not lost, as far as known."""
         return self.exchanges[0].there
-
-    @property
-    def size(self) -> int:
-        """The number of groups."""
-        return self._topology.size
 
     # A group's life. The threads that drive the workers call these.
 
@@ -130,7 +125,7 @@ class ExchangeSynchronizer(Synchronizer):
         Raises:
             RuntimeError: if a neighbor has too few backup workers to go on without it.
         """
-        self.copies.drop(group)
+        super().lose_group(group)
         self._go_on_without(group)
 
     def put_aside(self, group: int) -> None:
@@ -209,7 +204,7 @@ class ExchangeSynchronizer(Synchronizer):
             self._restored = None  # Not earlier: if one is gone, all begin again.
         # One lost when it had done its part is needed now; one that is back is opened soon.
         is_away = self._cluster.membership.is_away
-        for group in range(self.size):
+        for group in range(self._topology.size):
             holders = self.copies.groups[group].holders
             if not self.exchanges[0].is_lost(group) or not any(map(is_away, holders)):
                 continue
@@ -245,11 +240,11 @@ class ExchangeSynchronizer(Synchronizer):
             extras: the iterations of all groups; without, as of a checkpoint of another
                 algorithm, they begin anew. If there were more or fewer, all begin with the mean.
         """
-        iterations = np.asarray(extras.get("iterations", [-1] * self.size)).tolist()
+        iterations = np.asarray(extras.get("iterations", [-1] * self._topology.size)).tolist()
         older = {"groups": len(iterations)} if "iterations" in extras else {}
         super().restore(values, {**older, **extras})
-        if len(iterations) != self.size:
-            iterations = [max(iterations)] * self.size
+        if len(iterations) != self._topology.size:
+            iterations = [max(iterations)] * self._topology.size
         self._restored = max(iterations)
         for exchange in self.exchanges:
             exchange.restore(iterations)
@@ -294,20 +289,13 @@ class ExchangeSynchronizer(Synchronizer):
 
     def _load_mean(self, group: int, others: Sequence[int]) -> list[int]:
         """Gives a group the mean of others' parameters; returns whose."""
-        taken = {}
         self.copies.will_make(group)
-        for other in others:
-            # One that is gone as well, its own thread will find out.
-            with contextlib.suppress(tf.errors.OpError, KeyError):
-                taken[other] = self.copies.values(other)
+        taken = dict(answered(others, self.copies.values))
         # If nobody answers any more, what was known of them last.
         values = self.copies.mean(taken.values()) if taken else self.copies.shown
-        self._make_copy(group, values)
-        return list(taken)
-
-    def _make_copy(self, group: int, values: list[np.ndarray]) -> None:
-        """Makes the copy of a group that is back, of others' values."""
+        self._staleness.begin(values)
         self.copies.make(group, values)
+        return list(taken)
 
 
 class HopSynchronizer(ExchangeSynchronizer):
@@ -318,11 +306,10 @@ class HopSynchronizer(ExchangeSynchronizer):
         cluster: as above.
         arrangement: as above.
         copies: as above.
-        elements: as above.
-        dtype: as above.
+        parameters: as above.
         stall_seconds: as above.
         bandwidths: as above.
-        events: as above.
+        recordings: as above.
     """
 
     def handle(self, worker: int) -> tf.Tensor:
@@ -339,16 +326,14 @@ class HopSynchronizer(ExchangeSynchronizer):
 
     def leave(self, worker: int) -> None:
         """A worker has nothing to do at the moment: its neighbors don't wait for it."""
-        for exchange in self.exchanges:
-            exchange.leave(worker)
+        self.exchanges[0].leave(worker)
 
     def resume(self, worker: int) -> None:
         """A worker that has left in this epoch takes steps again: its neighbors count on it.
 
         It had batches ahead when no steps were left, and others found no batches for theirs.
         """
-        for exchange in self.exchanges:
-            exchange.resume(worker)
+        self.exchanges[0].resume(worker)
 
     def trained(self, thread: int, steps: int) -> None:
         """A worker has done so many steps, each with its exchange."""

@@ -13,7 +13,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from tf_recsync import ops
@@ -27,8 +26,6 @@ from tf_recsync.synchronization.hop_exchange import Exchange
 from tf_recsync.synchronization.hop_protocol import Protocol
 from tf_recsync.synchronization.hop_reports import WorkerReport
 from tf_recsync.synchronization.loops import JOIN_SECONDS, Loops
-from tf_recsync.synchronization.remote_values import at
-from tf_recsync.synchronization.staleness_counts import StalenessCounts
 
 _LEAVE_SECONDS = 1.0  # After which neighbors don't wait for a group that has nothing to do.
 _RELEASE_SECONDS = 5.0
@@ -110,20 +107,20 @@ class GroupHopSynchronizer(ExchangeSynchronizer):
             cluster,
             arrangement,
             copies,
-            sum(v.shape.num_elements() for v in copies.variables[:parameters]),
-            tf.float32,
+            copies.variables[:parameters],
             stall_seconds,
             bandwidths,
             Recordings(),
             list(self._parameters),
             threads,
+            counters,
         )
         self._updates = updates
         # An iteration is due after some steps, which calls report when they end.
         nets = len(arrangement.groups[0].trainers) * threads
         self.most_steps = max(1, updates // (2 * nets))
         self._global_step = global_step
-        self._staleness = StalenessCounts(copies, counters)
+        self._counting = copies.variables[global_step].shard  # Its number.
         # A step of one group wakes no loop of the others.
         self._loops = Loops(
             "recsync_hop_loop", cluster, lambda error: self.fail(error), len(arrangement.groups)
@@ -149,13 +146,6 @@ class GroupHopSynchronizer(ExchangeSynchronizer):
         """A trainer is there, but its group's server is gone or silent; see `open`."""
         self.lose(worker)
         self._go_on_without(self._number_of(worker))
-
-    def lose_group(self, group: int) -> None:
-        """The copy of a group is gone."""
-        try:
-            super().lose_group(group)
-        finally:
-            self._staleness.lost(group)
 
     def _go_on_without(self, group: int) -> None:
         """Neighbors don't wait for a group, or they can't go on; and its loops end."""
@@ -274,15 +264,7 @@ class GroupHopSynchronizer(ExchangeSynchronizer):
         of_shards = [exchange.reports() for exchange in self.exchanges]
         return [list(of_one) for of_one in zip(*of_shards, strict=True)]
 
-    def counted(self) -> list[list[np.ndarray]]:
-        """What each group has counted of staleness; see `StalenessCounts.all`."""
-        return self._staleness.all()
-
     # Inside.
-
-    def _make_copy(self, group: int, values: list[np.ndarray]) -> None:
-        self._staleness.begin(values)
-        super()._make_copy(group, values)
 
     def _iterate(self, loop: _Loop) -> None:
         """Takes a server from one iteration to the next."""
@@ -376,31 +358,24 @@ class GroupHopSynchronizer(ExchangeSynchronizer):
 
     def _applied(self, loop: _Loop) -> int:
         """How many updates a loop's group has applied."""
-        with self._call(loop, self._counting(loop.group)):
+        holders = self._arrangement.groups[loop.group].holders
+        with self._call(loop, holders[self._counting]):
             return self._read_applied(loop.group, loop.copy)
 
-    def _counting(self, group: int) -> Server:
-        """The server of a group that counts the updates that it has applied."""
-        counter = self.copies.variables[self._global_step]
-        return self._arrangement.groups[group].holders[counter.shard]
-
     def _read_applied(self, group: int, copy: list[tf.Variable]) -> int:
-        job, index = self._counting(group)
-        with at(self._cluster, index, job):
+        with self.copies.at(group, self._counting):
             return int(fetch(copy[self._global_step].read_value()))
 
     def _exchange(self, loop: _Loop) -> None:
         """An iteration: sends the parameters, waits for the neighbors', and averages."""
         began = time.monotonic()
-        job, index = loop.holder
-        with self._call(loop, loop.holder), at(self._cluster, index, job):
+        with self._call(loop, loop.holder), self.copies.at(loop.group, loop.shard):
             _iteration(len(loop.parameters))(loop.exchange.handle(loop.group), *loop.parameters)
         self._counts.count_sync([loop.group], time.monotonic() - began, shard=loop.shard)
 
     def _all_holders(self, loop: _Loop) -> list[Server]:
         """Those of all groups that hold a loop's shard."""
-        number = self._arrangement.groups[loop.group].holders.index(loop.holder)
-        return [group.holders[number] for group in self._arrangement.groups]
+        return [group.holders[loop.shard] for group in self._arrangement.groups]
 
     def _call(self, loop: _Loop, *called: Server) -> contextlib.AbstractContextManager:
         """Inside, a loop calls servers, and may wait for them; not in a pause."""

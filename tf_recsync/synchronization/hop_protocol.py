@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync._checks import check_at_least
+from tf_recsync._checks import integer
 from tf_recsync.ops import hop
 from tf_recsync.topology import Topology, gap_bounds
 
 MOST = 2**20  # Iterations, and updates in a queue; kMostEntries of cc/engine/limits.h.
 
 
-def check_iterations(name: str, value: int, least: int) -> None:
-    """Raises a ValueError if an argument is no number of iterations, from `least` to `MOST`."""
-    check_at_least(name, value, least)
-    if value > MOST:
+def checked_iterations(name: str, value: int, least: int) -> int:
+    """A number of iterations, from `least` to `MOST`; a ValueError if an argument is none."""
+    if integer(name, value, least) > MOST:
         raise ValueError(f"{name} must be at most {MOST}, got {value}")
+    return int(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Skip:
     trigger: int = 0
 
     def __post_init__(self):
-        check_iterations("max_jump", self.max_jump, 2)
-        check_iterations("trigger", self.trigger, 0)
+        checked_iterations("max_jump", self.max_jump, 2)
+        checked_iterations("trigger", self.trigger, 0)
 
 
 @dataclasses.dataclass(frozen=True)

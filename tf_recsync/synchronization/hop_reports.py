@@ -149,7 +149,7 @@ class Reports:
         self._senders = [list(senders) for senders in in_neighbors]
         size = len(self._senders)
         self._lock = threading.Lock()
-        self._reports = [WorkerReport()] * size
+        self._iterations = [WorkerReport.iteration] * size
         self._is_restored = False  # Workers do not know of their iterations yet.
         # The counts of each, and which updates it declined, by sender: up to when it began to
         # count from 0 again, and by now.
@@ -157,11 +157,27 @@ class Reports:
         self._counts = np.zeros((size, _COUNTS), np.int64)
         self._declined_before = np.zeros((size, size), np.int64)
         self._declined = np.zeros((size, size), np.int64)
+        self._sent = np.zeros(size, np.int64)  # Updates, of each.
 
     def all(self) -> list[WorkerReport]:
         """The reports by worker."""
         with self._lock:
-            return list(self._reports)
+            return [self._report(worker) for worker in range(len(self._senders))]
+
+    def _report(self, worker: int) -> WorkerReport:
+        counts = self._counts[worker].tolist()
+        return WorkerReport(
+            iteration=self._iterations[worker],
+            waited_for_updates=counts[6] * 1e-6,
+            waited_for_tokens=counts[7] * 1e-6,
+            updates_used=counts[1],
+            stale_updates_dropped=counts[8],
+            superseded_updates_dropped=counts[9],
+            sends_saved=int(self._declined[:, worker].sum()) + counts[5],
+            updates_sent=int(self._sent[worker]),
+            jumps=counts[2],
+            iterations_skipped=counts[3],
+        )
 
     def restarted(self, worker: int) -> None:
         """A worker was made anew, and counts from 0."""
@@ -173,10 +189,7 @@ class Reports:
         """The workers have gone to these iterations; they tell of others until they begin."""
         with self._lock:
             self._is_restored = True
-            self._reports = [
-                dataclasses.replace(report, iteration=iteration)
-                for report, iteration in zip(self._reports, iterations, strict=True)
-            ]
+            self._iterations = list(iterations)
 
     def begin(self) -> None:
         """The workers have begun with an epoch, behind the iterations that they have gone to."""
@@ -191,22 +204,9 @@ class Reports:
             self._declined[worker, senders] = (
                 self._declined_before[worker, senders] + state.declined
             )
-            iteration = state.iteration
-            if iteration < 0 or self._is_restored:  # It has not begun with this epoch.
-                iteration = self._reports[worker].iteration
-            for one in {worker, *senders}:
-                counts, last = self._counts[one].tolist(), self._reports[one]
-                declined = int(self._declined[:, one].sum())
-                self._reports[one] = WorkerReport(
-                    iteration=iteration if one == worker else last.iteration,
-                    waited_for_updates=counts[6] * 1e-6,
-                    waited_for_tokens=counts[7] * 1e-6,
-                    updates_used=counts[1],
-                    stale_updates_dropped=counts[8],
-                    superseded_updates_dropped=counts[9],
-                    sends_saved=declined + counts[5],
-                    # The receivers tell what they declined before the sender tells that it sent.
-                    updates_sent=max(last.updates_sent, counts[4] - declined),
-                    jumps=counts[2],
-                    iterations_skipped=counts[3],
-                )
+            if state.iteration >= 0 and not self._is_restored:  # Else it has not begun yet.
+                self._iterations[worker] = state.iteration
+            # The receivers tell what they declined before the sender tells that it sent.
+            own = [worker, *senders]
+            sent = self._counts[own, 4] - self._declined[:, own].sum(0)
+            self._sent[own] = np.maximum(self._sent[own], sent)

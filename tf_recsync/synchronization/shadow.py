@@ -66,16 +66,18 @@ class ShadowSynchronizer(Synchronizer):
         threads: int,
         bandwidths: Callable[[], dict[str, float]],
     ):
-        super().__init__(arrangement, copies, threads)
+        super().__init__(arrangement, copies, threads, counters)
         self._sync_ps = arrangement.sync_ps
         self._trainers = Trainers(
-            algorithm, cluster, copies, parameters, counters, self._sync_ps, bandwidths
+            algorithm, cluster, copies, parameters, self._staleness, self._sync_ps, bandwidths
         )
-        self.counts_steps = getattr(schedule, "gap", None) is not None
-        is_timed = isinstance(schedule, Foreground) and not self.counts_steps
-        self.most_steps = 1 if is_timed else None
+        self._is_shadow = isinstance(schedule, Shadow)
+        # Iterations or seconds from one synchronization to the next.
+        self._gap: int | None = None if self._is_shadow else schedule.gap
+        self._interval = schedule.min_interval if self._is_shadow else schedule.interval
+        self.counts_steps = self._gap is not None
+        self.most_steps = None if self._is_shadow or self.counts_steps else 1
         self._is_central = algorithm.is_central
-        self._schedule = schedule
         self._cluster = cluster
         # Groups that are there and gave no sign of life, and when they were last asked for one.
         self._absent: dict[int, float] = {}
@@ -84,11 +86,11 @@ class ShadowSynchronizer(Synchronizer):
         self._due: dict[_Key, float] = {}  # When the next synchronization is due.
         self._loops = Loops("recsync_shadow", cluster, lambda error: self.fail(error))
         self._turns: Turns | None = None  # Of a loop's call.
-        if isinstance(schedule, Shadow) and algorithm.is_central:
+        if self._is_shadow and self._is_central:
             loops = len(arrangement.groups) * len(self._trainers.shards)
             seconds = max(_LEAST_TURNS_SECONDS, _TURNS_SECONDS_EACH * loops)
-            if schedule.min_interval < seconds:
-                self._turns = Turns(min(seconds, _MOST_TURNS_SECONDS), schedule.min_interval)
+            if self._interval < seconds:
+                self._turns = Turns(min(seconds, _MOST_TURNS_SECONDS), self._interval)
         # Guarded by the loops' lock.
         self._away: set[int] = set()  # Threads that have nothing to do.
         self._lost: set[int] = set()  # Workers.
@@ -177,13 +179,11 @@ class ShadowSynchronizer(Synchronizer):
         super().carry_on()
         if not self._trainers.elements:
             return
-        if isinstance(self._schedule, Foreground) and (
-            self._is_central or self._schedule.gap is not None
-        ):
+        if not self._is_shadow and (self._is_central or self.counts_steps):
             return  # The trainers' threads see to it.
         groups = self._trainers.there if self._is_central else [_ALL]
         shards = self._trainers.shards
-        if isinstance(self._schedule, Foreground):
+        if not self._is_shadow:
             shards = shards[:1]  # One loop sees to all, while nobody trains.
         for key in ((group, shard) for group in groups for shard in shards):
             self._loops.start(key, functools.partial(self._loop, key))
@@ -203,10 +203,6 @@ class ShadowSynchronizer(Synchronizer):
         self._counts.note_bytes(trainers.sync_ps_bytes())
         return self._counts.report(len(trainers.shards), trainers.elements)
 
-    def counted(self) -> list[list[np.ndarray]]:
-        """What each group has counted of staleness; see `StalenessCounts.all`."""
-        return self._trainers.staleness.all()
-
     def extras(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps besides the copies: the center, and the algorithm's vectors."""
         return self._trainers.extras()
@@ -222,8 +218,7 @@ class ShadowSynchronizer(Synchronizer):
 
     def steps_until_sync(self, thread: int) -> int | None:
         """The iterations of a thread before it synchronizes; None if it need not count them."""
-        gap = getattr(self._schedule, "gap", None)
-        return None if gap is None else gap - self._since.get(thread, 0)
+        return None if self._gap is None else self._gap - self._since.get(thread, 0)
 
     @contextlib.contextmanager
     def training(self, thread: int) -> Iterator[None]:
@@ -232,7 +227,7 @@ class ShadowSynchronizer(Synchronizer):
             if thread in self._away:
                 self._away.discard(thread)
                 self._loops.notify()
-        if isinstance(self._schedule, Shadow) or self._is_central:
+        if self._is_shadow or self._is_central:
             yield
             return
         self._gate.enter(thread)
@@ -247,12 +242,12 @@ class ShadowSynchronizer(Synchronizer):
     def trained(self, thread: int, steps: int) -> None:
         """A thread has done so many iterations: synchronizes if it is time."""
         super().trained(thread, steps)
-        if isinstance(self._schedule, Shadow) or not self._trainers.elements:
+        if self._is_shadow or not self._trainers.elements:
             return
         group = self._number_of(thread // self._threads)
-        if self._schedule.gap is not None:
+        if self._gap is not None:
             self._since[thread] = self._since.get(thread, 0) + steps
-            if self._since[thread] < self._schedule.gap:
+            if self._since[thread] < self._gap:
                 return
             self._since[thread] = 0
             if self._is_central:
@@ -272,12 +267,12 @@ class ShadowSynchronizer(Synchronizer):
         now = time.monotonic()
         key = group, 0
         with self._loops.lock:
-            due = self._due.setdefault(key, now + self._schedule.interval)
+            due = self._due.setdefault(key, now + self._interval)
             if now < due:
                 return False
             # After a break, as between epochs, none are made up for.
-            late = now - due > self._schedule.interval
-            self._due[key] = (now if late else due) + self._schedule.interval
+            late = now - due > self._interval
+            self._due[key] = (now if late else due) + self._interval
             return True
 
     # Inside.
@@ -285,18 +280,11 @@ class ShadowSynchronizer(Synchronizer):
     def _loop(self, key: _Key) -> None:
         """Synchronizes a shard of one group, or of all, again and again."""
         group, shard = key
-        interval = (
-            self._schedule.min_interval
-            if isinstance(self._schedule, Shadow)
-            else self._schedule.interval
-        )
-        is_foreground = isinstance(self._schedule, Foreground)
-        if key not in self._due:
-            self._due[key] = time.monotonic() + (interval if is_foreground else 0.0)
+        self._due.setdefault(key, time.monotonic() + (0.0 if self._is_shadow else self._interval))
         while self._wait_until_due(key):
             began = time.monotonic()
-            self._due[key] = began + interval
-            if is_foreground:
+            self._due[key] = began + self._interval
+            if not self._is_shadow:
                 self._gate.close_for(lambda: self._sync_shards(group))
                 # Between those that take longer than the interval, too, threads train.
                 ended = time.monotonic()
@@ -360,27 +348,19 @@ class ShadowSynchronizer(Synchronizer):
                     self._absent.pop(group, None)
                 else:
                     self._absent[group] = time.monotonic()
-        there = [group for group in self._trainers.there if group not in self._absent]
-        return [group for group in there if self._trains(group)]
-
-    def _sync_all(self, shard: int) -> None:
-        members = self._members()
-        if members:
-            # Called here, for a call ends when the connection to any of the members does.
-            self._sync(members, shard, CHIEF)
-        else:
-            self._loops.rest()  # Until one is back.
+        there = self._trainers.there
+        return [group for group in there if group not in self._absent and self._trains(group)]
 
     def _sync_surely(self, group: int, shard: int, turns: Turns | None = None) -> None:
         """Synchronizes a shard of one group, or of all that are left, if need be again."""
         failures = 0
         while True:
             try:
-                if group == _ALL:
-                    self._sync_all(shard)
+                members = self._members() if group == _ALL else [group]
+                if members:
+                    self._sync(members, shard, turns)
                 else:
-                    holder = self._arrangement.groups[group].holders[shard]
-                    self._sync([group], shard, device_of(*holder), turns)
+                    self._loops.rest()  # Until one is back.
                 return
             except tf.errors.OpError as error:
                 absent = len(self._absent)
@@ -390,11 +370,12 @@ class ShadowSynchronizer(Synchronizer):
                 if len(self._absent) > absent:
                     failures = 0  # That was why.
 
-    def _sync(
-        self, members: Sequence[int], shard: int, device: str, turns: Turns | None = None
-    ) -> None:
-        """Synchronizes a shard, from this thread, by a call on this device."""
+    def _sync(self, members: Sequence[int], shard: int, turns: Turns | None) -> None:
+        """Synchronizes a shard, from this thread."""
         holders = [holder for i in members for holder in self._arrangement.groups[i].holders]
+        device = CHIEF  # A call ends when the connection to any of the members does.
+        if self._is_central:
+            device = device_of(*holders[shard])
         with self._loops.call([*(("ps", ps) for ps in self._sync_ps), *holders]):
             if self._loops.is_ending:
                 return

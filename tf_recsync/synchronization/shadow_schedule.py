@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from tf_recsync._checks import check_at_least, number
 
-_LOOK_SECONDS = 1.0  # How often a thread that waits looks whether it still has to.
-
 
 @dataclasses.dataclass(frozen=True)
 class Shadow:
@@ -112,8 +110,7 @@ class Gate:
         """A thread is about to train; waits while the gate is closed."""
         with self._changed:
             self._members.add(thread)
-            while self._is_closed and not self._is_open_for_good:
-                self._changed.wait(_LOOK_SECONDS)
+            self._changed.wait_for(lambda: self._is_open_for_good or not self._is_closed)
             self._inside.add(thread)
 
     def exit(self, thread: int) -> None:
@@ -134,8 +131,7 @@ class Gate:
         """Waits until nobody trains, and acts while nobody may."""
         with self._changed:
             self._is_closed = True
-            while self._inside and not self._is_open_for_good:
-                self._changed.wait(_LOOK_SECONDS)
+            self._changed.wait_for(lambda: self._is_open_for_good or not self._inside)
         try:
             if not self._is_open_for_good:
                 action()
@@ -149,15 +145,18 @@ class Gate:
         with self._changed:
             self._waiting.add(thread)
             meeting = self._meetings
-            while self._meetings == meeting:
-                if self._is_open_for_good or thread not in self._members:
-                    return
-                if self._members <= self._waiting and not self._is_closed:
-                    self._is_closed = True
-                    break
-                self._changed.wait(_LOOK_SECONDS)
-            else:
+
+            def is_over() -> bool:
+                has_left = thread not in self._members
+                return self._meetings != meeting or self._is_open_for_good or has_left
+
+            def have_all_come() -> bool:
+                return self._members <= self._waiting and not self._is_closed
+
+            self._changed.wait_for(lambda: is_over() or have_all_come())
+            if is_over():
                 return
+            self._is_closed = True
         try:
             action()
         finally:

@@ -23,8 +23,8 @@ from tf_recsync import ops
 from tf_recsync.cluster import Cluster, fetch, processor_of
 from tf_recsync.cluster.making_functions import making_functions
 from tf_recsync.synchronization import links
-from tf_recsync.synchronization.copies import Copies
-from tf_recsync.synchronization.remote_values import at, on_worker
+from tf_recsync.synchronization.copies import CopiedVariable, Copies, answered
+from tf_recsync.synchronization.remote_values import on_worker
 from tf_recsync.synchronization.shadow_algorithms import Algorithm, Center, Trainer
 from tf_recsync.synchronization.staleness_counts import StalenessCounts
 
@@ -67,15 +67,16 @@ class _Shard:
 
     Args:
         number: its number in each group.
-        parameters: the numbers of its parameters among the copied variables.
-        sizes: their elements.
+        parameters: the copied variables that are parameters, of all shards.
     """
 
-    def __init__(self, number: int, parameters: Sequence[int], sizes: Sequence[int]):
+    def __init__(self, number: int, parameters: Sequence[CopiedVariable]):
         self.number = number
-        self.parameters = list(parameters)
-        self.sizes = list(sizes)
-        self.elements = sum(sizes)
+        # The numbers of its own, by which they are known among the copied variables.
+        self.parameters = [i for i, own in enumerate(parameters) if own.shard == number]
+        self.shapes = [parameters[i].shape for i in self.parameters]
+        self.sizes = [shape.num_elements() for shape in self.shapes]
+        self.elements = sum(self.sizes)
         self.parts: list[tf.Variable] = []  # Of the center.
         self.traffic: list[tf.Variable] = []
         self.functions: dict[tuple[tuple[int, ...], Turns | None], Callable] = {}
@@ -88,19 +89,19 @@ class _Shard:
         return np.concatenate([np.ravel(values[i]) for i in self.parameters]).astype(np.float32)
 
     def unpack(self, vector: np.ndarray) -> dict[int, np.ndarray]:
-        """The values in a vector of the shard, flat, by the numbers of their variables."""
+        """The values in a vector of the shard, by the numbers of their variables."""
         pieces = np.split(vector, np.cumsum(self.sizes)[:-1]) if self.parameters else []
-        return dict(zip(self.parameters, pieces, strict=True))
+        own = zip(self.parameters, pieces, self.shapes, strict=True)
+        return {i: piece.reshape(shape) for i, piece, shape in own}
 
     def where(self, assigned: Sequence[bool]) -> np.ndarray:
         """Which of the shard's elements are of variables that users have assigned."""
         own = [assigned[i] for i in self.parameters]
         return np.repeat(np.array(own, bool), self.sizes)
 
-    def ranges(self, count: int) -> list[tuple[int, int]]:
-        """Which elements each of so many sync PSs has."""
-        bounds = [self.elements * i // count for i in range(count + 1)] if count else []
-        return list(zip(bounds, bounds[1:], strict=False))
+    def divided(self, vector: np.ndarray, count: int) -> list[np.ndarray]:
+        """What each of so many sync PSs has of a vector of the shard."""
+        return np.split(vector, [self.elements * i // count for i in range(1, count)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,14 +127,13 @@ class Trainers:
         cluster: the connected cluster.
         copies: the groups' parameters, and what belongs to them.
         parameters: how many of the copied variables are parameters: the first ones.
-        counters: which of the copied variables count the staleness of updates.
+        staleness: what groups have counted of it.
         sync_ps: the task indices of the sync PSs.
         bandwidths: returns artificial bandwidths, in bytes per second by server's device.
 
     Attributes:
         elements: the parameters that are synchronized.
         shards: the numbers of the shards that have some.
-        staleness: what groups have counted.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Trainers:
         cluster: Cluster,
         copies: Copies,
         parameters: int,
-        counters: Sequence[int],
+        staleness: StalenessCounts,
         sync_ps: Sequence[int],
         bandwidths: Callable[[], dict[str, float]],
     ):
@@ -152,14 +152,11 @@ class Trainers:
         self._sync_ps = list(sync_ps)
         self._bandwidths = bandwidths
         self._parameters = parameters
-        self._shards = []
-        for number in range(len(copies.groups[0].holders)):
-            own = [i for i in range(parameters) if copies.variables[i].shard == number]
-            sizes = [copies.variables[i].shape.num_elements() for i in own]
-            self._shards.append(_Shard(number, own, sizes))
+        shards = range(len(copies.groups[0].holders))
+        self._shards = [_Shard(number, copies.variables[:parameters]) for number in shards]
         self.elements = sum(shard.elements for shard in self._shards)
         self.shards = [shard.number for shard in self._shards if shard.elements]
-        self.staleness = StalenessCounts(copies, counters)
+        self._staleness = staleness
         self._lock = threading.RLock()
         # Of each group: one thread at a time makes what it needs.
         self._opening = [threading.Lock() for _ in copies.groups]
@@ -195,9 +192,9 @@ class Trainers:
                 self.copies.ensure(group)
                 first = self._first.get(group)
             made = []
-            for shard, (job, index) in self._held(group):
+            for shard in self._shards:
                 vectors = self._mean_vectors(shard) if first is None else first[shard.number]
-                with at(self._cluster, index, job):
+                with self.copies.at(group, shard.number):
                     # No variables of the strategy, in whose scope this may be.
                     own = {
                         name: ResourceVariable(on_worker(value), trainable=False)
@@ -217,7 +214,7 @@ class Trainers:
             self._forget(group)
             self._lost.add(group)
             self.copies.drop(group)
-            self.staleness.lost(group)
+            self._staleness.lost(group)
 
     def _forget(self, group: int) -> None:
         self._there.pop(group, None)
@@ -353,19 +350,13 @@ class Trainers:
 
     # Inside.
 
-    def _held(self, group: int) -> list[tuple[_Shard, tuple[str, int]]]:
-        """A group's shards, and who holds them: job and index."""
-        return list(zip(self._shards, self.copies.groups[group].holders, strict=True))
-
     def _handles(self, group: int, shard: _Shard) -> list[tf.Tensor]:
         vectors = self._there[group][shard.number].vectors
         handles = self.copies.handles(group)
         own = [handles[i] for i in shard.parameters]
         return [*own, *(vectors[name].handle for name in sorted(vectors))]
 
-    def _function(
-        self, members: Sequence[int], shard: _Shard, turns: Turns | None = None
-    ) -> Callable:
+    def _function(self, members: Sequence[int], shard: _Shard, turns: Turns | None) -> Callable:
         """What synchronizes a shard of these groups; of the handles of all of them."""
         # One for any group where they synchronize by themselves.
         groups = () if self._algorithm.is_central else tuple(members)
@@ -457,10 +448,10 @@ class Trainers:
         else:
             center = self._center(shard) if self._algorithm.is_central else start
             vectors = {group: first[shard.number] for group, first in dict(self._first).items()}
-            for group in self.there:
-                spared = (tf.errors.OpError, KeyError) if spares else ()
-                with contextlib.suppress(*spared):
-                    vectors[group] = self._vectors_of(group, shard)
+            if spares:
+                vectors.update(answered(self.there, lambda g: self._vectors_of(g, shard)))
+            else:
+                vectors.update({g: self._vectors_of(g, shard) for g in self.there})
         if not any(assigned):
             return center, vectors
         is_new = shard.where(assigned)
@@ -475,8 +466,7 @@ class Trainers:
         pieces: dict[int, np.ndarray] = {}
         for shard, vector in zip(self._shards, vectors, strict=True):
             pieces.update(shard.unpack(vector))
-        variables = self.copies.variables[: self._parameters]
-        values = [pieces[i].reshape(variable.shape) for i, variable in enumerate(variables)]
+        values = [pieces[i] for i in range(self._parameters)]
         return np.concatenate([np.ravel(value) for value in self.copies.whole(values)])
 
     def _divided(self, vector: np.ndarray) -> list[np.ndarray]:
@@ -492,17 +482,15 @@ class Trainers:
     def _checked_vectors(self, start: np.ndarray) -> _Vectors:
         """The algorithm's vectors for a group that begins with these parameters."""
         vectors = dict(self._algorithm.states(start))
+        what = f"{type(self._algorithm).__name__}.states must give"
         for name, value in vectors.items():
             if "/" in name:
+                raise ValueError(f"{what} names without a slash, not {name!r}")
+            shape, dtype = np.shape(value), np.asarray(value).dtype
+            if shape != start.shape or dtype != np.float32:
                 raise ValueError(
-                    f"{type(self._algorithm).__name__}.states must give names without a slash, "
-                    f"not {name!r}"
-                )
-            if np.shape(value) != start.shape or np.asarray(value).dtype != np.float32:
-                raise ValueError(
-                    f"{type(self._algorithm).__name__}.states must give float32 arrays of "
-                    f"{start.size} elements; {name!r} has the shape {np.shape(value)} and the "
-                    f"type {np.asarray(value).dtype}"
+                    f"{what} float32 arrays of {start.size} elements; {name!r} has the shape "
+                    f"{shape} and the type {dtype}"
                 )
         return vectors
 
@@ -510,20 +498,21 @@ class Trainers:
         """Makes the sync PSs' copy of a shard, if it is not there."""
         if shard.parts:
             return
-        ranges = shard.ranges(len(self._sync_ps))
-        for ps, (first, last) in zip(self._sync_ps, ranges, strict=True):
+        values = shard.divided(start, len(self._sync_ps))
+        for ps, value in zip(self._sync_ps, values, strict=True):
             with tf.device(processor_of("ps", ps)):
                 # Not a variable of the strategy, in whose scope this may be.
-                shard.parts.append(ResourceVariable(start[first:last], trainable=False))
+                shard.parts.append(ResourceVariable(value, trainable=False))
                 shard.traffic.append(ResourceVariable(np.int64(0), trainable=False))
 
     def _set(self, shard: _Shard, center: np.ndarray, vectors: Mapping[int, _Vectors]) -> None:
         """Sets the sync PSs' copy, if there is one, and the vectors of groups that are there."""
-        for part, (first, last) in zip(shard.parts, shard.ranges(len(shard.parts)), strict=True):
-            part.assign(center[first:last])
+        if shard.parts:
+            values = shard.divided(center, len(shard.parts))
+            for part, value in zip(shard.parts, values, strict=True):
+                part.assign(value)
         for group, held in self._there.items():
-            job, index = self.copies.groups[group].holders[shard.number]
-            with at(self._cluster, index, job):
+            with self.copies.at(group, shard.number):
                 for name, value in vectors[group].items():
                     held[shard.number].vectors[name].assign(on_worker(value))
 
@@ -534,17 +523,13 @@ class Trainers:
     def _vectors_of(self, group: int, shard: _Shard) -> _Vectors:
         """The algorithm's vectors of a group that is there."""
         held = self._there[group][shard.number]
-        job, index = self.copies.groups[group].holders[shard.number]
-        with at(self._cluster, index, job):
+        with self.copies.at(group, shard.number):
             return {name: fetch(value.read_value()) for name, value in held.vectors.items()}
 
     def _mean_vectors(self, shard: _Shard) -> _Vectors:
         """The algorithm's vectors for a group that has lost its own: the mean of the others'."""
-        found = []
-        for group in self.there:
-            # One that is lost its own threads find out.
-            with contextlib.suppress(tf.errors.OpError, KeyError):
-                found.append(self._vectors_of(group, shard))
+        asked = answered(self.there, lambda group: self._vectors_of(group, shard))
+        found = [vectors for _, vectors in asked]
         if not found:
             # They are gone with the groups that had them, and begin anew, with the parameters.
             return self._checked_vectors(shard.pack(self.copies.shown))
@@ -555,19 +540,15 @@ class Trainers:
         with self._lock:
             others = list(self._there)
         self.copies.will_make(group)
-        taken = []
-        for other in others:
-            # One that is lost its own threads find out.
-            with contextlib.suppress(tf.errors.OpError, KeyError):
-                taken.append(self.copies.values(other))
+        taken = [values for _, values in answered(others, self.copies.values)]
         values = self.copies.mean(taken) if taken else list(self.copies.shown)
         has_center = self._algorithm.is_central and self._has_begun
         if has_center:
             # The center has what the lost one had learned, too.
             for shard in self._shards:
                 for i, piece in shard.unpack(self._center(shard)).items():
-                    values[i] = piece.reshape(self.copies.variables[i].shape)
-        self.staleness.begin(values)
+                    values[i] = piece
+        self._staleness.begin(values)
         self.copies.make(group, values)
         job, index = self.copies.groups[group].holders[0]
         source = "the others" if taken else "the last reading"

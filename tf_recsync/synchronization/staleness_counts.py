@@ -48,9 +48,9 @@ class StalenessCounts:
 
         Returns:
             For each of them, an array for each of the counters; of a group that does not
-            answer, and of one that was lost, what is known.
+            answer, and of one that was lost, what is known. Empty if there are no counters.
         """
-        for group in self._copies.there:
+        for group in self._copies.there if self._counters else ():
             copy = self._copies.of(group)
             # One that is lost its own threads find out.
             with contextlib.suppress(tf.errors.OpError, KeyError):

@@ -12,6 +12,7 @@ from absl import logging
 from tf_recsync.cluster import Server
 from tf_recsync.synchronization.arrangement import Arrangement, Group
 from tf_recsync.synchronization.copies import Copies
+from tf_recsync.synchronization.staleness_counts import StalenessCounts
 from tf_recsync.synchronization.sync_report import SyncCounts, SyncReport
 
 
@@ -72,6 +73,7 @@ class Synchronizer(Crew):
         arrangement: the groups.
         copies: their parameters and what belongs to them.
         threads: of each trainer.
+        counters: which of the copied variables count the staleness of updates; by default none.
 
     Attributes:
         copies: as above.
@@ -84,17 +86,23 @@ class Synchronizer(Crew):
     counts_steps = False
     most_steps: int | None = None
 
-    def __init__(self, arrangement: Arrangement, copies: Copies, threads: int = 1):
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        copies: Copies,
+        threads: int = 1,
+        counters: Sequence[int] = (),
+    ):
         self.copies = copies
         self.fail: Callable[[Exception], None] = _raise
         self._arrangement = arrangement
         self._threads = threads
         self._counts = SyncCounts(len(arrangement.groups))
+        self._staleness = StalenessCounts(copies, counters)
 
     def count_on(self, other: Synchronizer) -> None:
         """Goes on with what another one has counted, whose place it takes."""
-        own, self._counts = self._counts, other._counts
-        self._counts.synced, self._counts.is_recorded = own.synced, own.is_recorded
+        self._counts = other._counts  # They tell the same one of synchronizations.
         self._counts.begin_bytes_anew()
 
     def tell_of_syncs(
@@ -142,6 +150,7 @@ class Synchronizer(Crew):
     def lose_group(self, group: int) -> None:
         """The copy of a group is gone."""
         self.copies.drop(group)
+        self._staleness.lost(group)
 
     def put_aside(self, group: int) -> None:
         """Keeps what a group has here, as its servers are about to end; nobody may train it.
@@ -207,7 +216,7 @@ class Synchronizer(Crew):
 
     def counted(self) -> list[list[np.ndarray]]:
         """What each group has counted of staleness; see `StalenessCounts.all`."""
-        return []
+        return self._staleness.all()
 
     # Checkpoints.
 
@@ -233,10 +242,8 @@ class Synchronizer(Crew):
         A group whose copy the checkpoint lacks, as its holder did not answer, gets the mean, too.
         """
         groups = range(len(self._arrangement.groups))
-        if count == len(groups) == len(values):
-            self.copies.load(values)
-            return
-        mean = self.copies.mean(list(values.values()))
+        are_all_there = count == len(groups) == len(values)
+        mean = None if are_all_there else self.copies.mean(values.values())
         if count == len(groups):
             self.copies.load({group: values.get(group, mean) for group in groups})
             return
