@@ -83,8 +83,7 @@ def diagnose(
         lives: those of the servers that it needed when it began, the worker's last.
         spared: the parameter servers that nobody needs, or without which others go on.
     """
-    for ps in range(cluster.ps):
-        server = ("ps", ps)
+    for server in cluster.membership.servers("ps"):
         if server not in spared and not is_reachable(device_of(*server)):
             return Diagnosis(Cause.LOST_PS, server)
     for server, life in lives.items():

@@ -190,6 +190,15 @@ class Membership:
 
     # What is known.
 
+    def servers(self, *jobs: str) -> list[Server]:
+        """All servers of these jobs; they stay the same."""
+        return [server for server in self._records if server[0] in jobs]
+
+    def away(self, job: str) -> set[Server]:
+        """Those of a job that can't be used at the moment."""
+        with self._lock:
+            return {server for server in self.servers(job) if self._records[server].away in AWAY}
+
     def members(self, job: str | None = None) -> tuple[Member, ...]:
         """The servers of a job, or of all, at this moment."""
         with self._lock:

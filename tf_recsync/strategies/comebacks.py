@@ -37,8 +37,8 @@ class Comebacks:
         self._crew = crew
         self._wait = wait
         self._unneeded = frozenset(unneeded)
-        members = cluster.membership.members()
-        self._returning = {(m.job, m.index): threading.Lock() for m in members}
+        servers = cluster.membership.servers("worker", "ps", "reader")
+        self._returning = {server: threading.Lock() for server in servers}
         # Others that did not answer in an attempt, of all its time.
         self._silent: frozenset[Server] = frozenset()
 
@@ -80,10 +80,8 @@ class Comebacks:
     def _take_in(self, server: Server) -> bool:
         """Readmits a server, without others that are away; whether that was possible."""
         membership = self._cluster.membership
-        members = [m for m in membership.members() if m.job != "reader"]
         # A worker may have died, and nobody have found out.
-        others = {(m.job, m.index) for m in members if m.job == "worker" or not m.is_there}
-        others |= self._unneeded
+        others = {*membership.servers("worker"), *membership.away("ps"), *self._unneeded}
         anew = [server] if membership.is_forgetful(server) else []
 
         def is_suspect(other: Server) -> bool:

@@ -64,8 +64,7 @@ def lost_servers(cluster: Cluster, spared: Iterable[Server], lives: Lives) -> se
             if it was taken in with another one, and has none of that.
     """
     now = cluster.lives("ps")
-    members = cluster.membership.members("ps")
-    away = {(m.job, m.index) for m in members if not m.is_there}
+    away = cluster.membership.away("ps")
     return (away | {server for server in lives if now[server] != lives[server]}) - set(spared)
 
 

@@ -67,8 +67,7 @@ def memory_of(model: keras.Model, cluster: Cluster, arrangement: Arrangement) ->
         cluster: the connected cluster.
         arrangement: the groups, whose holders have copies.
     """
-    servers = [("ps", i) for i in range(cluster.ps)]
-    servers += [("worker", i) for i in range(cluster.workers)]
+    servers = [*cluster.membership.servers("ps"), *cluster.membership.servers("worker")]
     counted = {server: dict.fromkeys(_KINDS, 0) for server in servers}
     kinds = _kinds(model)
     for variable in _variables(model):

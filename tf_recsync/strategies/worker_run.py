@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, MemberState, Server, messages
+from tf_recsync.cluster import Cluster, MemberState, Server, ask, messages
 from tf_recsync.cluster.data_service import ReaderLosses
 from tf_recsync.cluster.diagnosis import Cause, Diagnosis, diagnose
 from tf_recsync.cluster.membership import Order
@@ -233,12 +233,8 @@ class WorkerRun:
 
     def _find_answering(self) -> None:
         """A parameter server without which nobody goes on may be there, though it was given up."""
-        members = self._cluster.membership.members("ps")
-        away = [(m.job, m.index) for m in members if not m.is_there]
-        probes = {s: self._cluster.probe(*s) for s in away if s not in self._spared}
-        deadline = time.monotonic() + 1.0
-        for server, probe in probes.items():
-            probe.join(max(0.0, deadline - time.monotonic()))
+        away = sorted(self._cluster.membership.away("ps") - self._spared)
+        for server, probe in zip(away, ask(self._cluster, away, 1.0), strict=True):
             if probe.reachable:
                 self._cluster.membership.readmitted(server)
 
@@ -584,17 +580,13 @@ class WorkerRun:
         """The servers that may be silent: workers in long calls, and whom these may wait for."""
         with self._changed:
             now = time.monotonic()
-            busy = [(slot.index, slot.idle_since) for slot in self.slots]
-            workers = [
-                ("worker", index)
-                for index, since in busy
-                if since is not None and now - since > self._suspicious_after
-            ]
-        servers = []
-        if workers:
-            servers += [("ps", i) for i in range(self._cluster.ps)]
-            servers += [("reader", i) for i in range(self._readers)]
-        return [*workers, *servers, *self._crew.waits_for(self._suspicious_after)]
+            idle = [(slot.worker, slot.idle_since) for slot in self.slots]
+        limit = self._suspicious_after
+        found = [worker for worker, since in idle if since is not None and now - since > limit]
+        if found:
+            found += self._cluster.membership.servers("ps")
+            found += [("reader", i) for i in range(self._readers)]
+        return [*found, *self._crew.waits_for(limit)]
 
     def _give_up(self, server: Server, seconds: float) -> None:
         """Has the calls fail that wait for a server that does not answer."""
