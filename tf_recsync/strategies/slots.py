@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tensorflow.python.eager import cancellation
@@ -116,6 +118,15 @@ class Slot:
         self.waits = False
         self.running = True
         self.pass_began = 0.0
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Inside, its thread, or another one for it, calls servers."""
+        self.busy_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.busy_since = None
 
     def begin_call(self, steps: int) -> None:
         """A call of so many steps begins; its state knows."""

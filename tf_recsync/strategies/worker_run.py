@@ -52,6 +52,10 @@ _CONNECTS = 5  # Attempts to reach a worker again that is up.
 _MOST_BREAKS = 5  # Connections to a living worker that break without a call in between.
 
 
+class _WorkerLost(Exception):
+    """A thread's worker was lost, or has to be opened once more."""
+
+
 class WorkerRun:
     """One pass of all workers over a dataset.
 
@@ -691,80 +695,90 @@ class WorkerRun:
                 self._finished_parts += 1
                 self._changed.notify_all()
             return
-        opened = self._opened_at_once(slot)
+        is_open = self._opened_at_once(slot)
         with self._changed:
             # All start together, so that the first to be ready does not run alone.
             self._opened += 1
             self._changed.notify_all()
-            deadline = time.monotonic() + _START_SECONDS
             # One that could not open ends the pass for all.
-            while (
-                self._opened < len(self.slots)
-                and not (self._stopped or self._error)
-                and time.monotonic() < deadline
-            ):
-                self._changed.wait(timeout=1.0)
+            self._changed.wait_for(
+                lambda: self._opened == len(self.slots) or self._stopped or self._error is not None,
+                _START_SECONDS,
+            )
             if self._began is None:
                 self._began = time.time()
             slot.pass_began = self._began
-        while True:
-            if not opened:
-                self._count_lost(slot)
-                if not self._readmit(slot):
-                    return
-                opened = True
-            n = self._take(slot, wait=False)
-            if n is None:
-                self._leave(slot)
-                n = self._take(slot)
-                while n is None and opened:
-                    if slot.shall_read:
-                        opened = self._guarded(slot, lambda: self._tell(slot)) is not None
-                    else:  # An epoch has begun since, and others do all its steps.
-                        self._leave(slot)
-                    n = self._take(slot) if opened else None
-                if not opened:
-                    continue
-                if n and self._guarded(slot, lambda: self._resume(slot)) is None:
-                    self._give_back(slot, n)
-                    opened = False
-                    continue
-            if n == 0:
-                self._leave(slot)
-                return
-            if self._guarded(slot, lambda: self._move(slot, MemberState.WORKING)) is None:
-                self._give_back(slot, n)
-                opened = False
-                continue
-            called = time.monotonic()
-            with cancellable(slot.cancellation):
-                outcome = self._guarded(slot, lambda n=n: self._call(slot, n))
+        goes_on = True
+        while goes_on:
+            try:
+                if is_open:
+                    goes_on = self._do_steps(slot)
+                else:
+                    self._count_lost(slot)
+                    is_open = goes_on = self._readmit(slot)
+            except _WorkerLost:
+                is_open = False
+
+    def _do_steps(self, slot: Slot) -> bool:
+        """A thread does the next steps that it gets; False if there are none for it any more.
+
+        Raises:
+            _WorkerLost: if the worker was lost meanwhile.
+        """
+        n = self._take(slot, wait=False)
+        has_left = n is None
+        if has_left:
+            self._leave(slot)
+            while (n := self._take(slot)) is None:
+                if slot.shall_read:
+                    with self._guarded(slot):
+                        self._tell(slot)
+                else:  # An epoch has begun since, and others do all its steps.
+                    self._leave(slot)
+        if n == 0:
+            self._leave(slot)
+            return False
+        try:
+            with self._guarded(slot):
+                if has_left:
+                    self._resume(slot)
+                self._move(slot, MemberState.WORKING)
+        except _WorkerLost:
+            self._give_back(slot, n)
+            raise
+        called = time.monotonic()
+        try:
+            with cancellable(slot.cancellation), self._guarded(slot):
+                done, ended, result = self._call(slot, n)
+        except _WorkerLost:
             self._note(slot, MemberState.READY)
-            if outcome is None:
-                self._account_lost(slot, n)
-                opened = False
-                continue
-            done, ended, result = outcome[0]
-            self._account(slot, n, done, result, time.monotonic() - called)
-            slot.breaks = 0
-            slot.has_kept = slot.has_kept and not done
-            if ended and self._may_be_cut_off(slot):
-                opened = self._guarded(slot, lambda: self._join_anew(slot)) is not None
-                continue
-            if ended:
-                # Before it leaves: if an epoch begins meanwhile, one of the two has it leave that.
-                with self._changed:
-                    slot.ended = True
-                    if self._retries:
-                        self._batches.ended(slot)
-                    self._changed.notify_all()
-                self._leave(slot)
-                if self._has_more(slot):
-                    opened = self._guarded(slot, lambda: self._join(slot)) is not None
-                    continue
-                with self._changed:
-                    self._finished_parts += 1
-                return  # Its own part has ended; others may hold batches still.
+            self._account_lost(slot, n)
+            raise
+        self._note(slot, MemberState.READY)
+        self._account(slot, n, done, result, time.monotonic() - called)
+        slot.breaks = 0
+        slot.has_kept = slot.has_kept and not done
+        if not ended:
+            return True
+        if self._may_be_cut_off(slot):
+            logging.info("worker:%d joins its data anew: its iterator has ended", slot.index)
+            with self._guarded(slot):
+                self._open(slot)
+            return True
+        # Before it leaves: if an epoch begins meanwhile, one of the two has it leave that.
+        with self._changed:
+            slot.ended = True
+            if self._retries:
+                self._batches.ended(slot)
+            self._changed.notify_all()
+        self._leave(slot)
+        if self._has_more(slot):
+            with self._guarded(slot):
+                self._join(slot)
+            return True
+        with self._changed:
+            self._finished_parts += 1
+        return False  # Its own part has ended; others may hold batches still.
 
     # What was lost is done at the end of the data.
 
@@ -792,13 +806,11 @@ class WorkerRun:
 
     def _try_to_read(self, slot: Slot) -> None:
         """Reads which batches a worker has done; if it is gone, its own thread finds that out."""
-        slot.busy_since = time.monotonic()
         try:
-            self._read(slot)
+            with slot.busy():
+                self._read(slot)
         except tf.errors.OpError as error:
             logging.debug("what worker:%d has done is not known: %s", slot.index, error)
-        finally:
-            slot.busy_since = None
 
     def _tell(self, slot: Slot) -> None:
         """Reads what a worker has done, for who has asked."""
@@ -868,10 +880,13 @@ class WorkerRun:
     def _opened_at_once(self, slot: Slot) -> bool:
         """Opens a worker as the pass begins; False if it is away, and the pass begins without."""
         needs, membership = self._needs(slot), self._cluster.membership
-        away = [server for server in needs if self._is_missing(server)]
+        away = [server for server in needs if not self._comebacks.is_back(server)]
         slot.lives = {server: membership.life(server) for server in needs}
         if not away:
-            return self._guarded(slot, lambda: self._open(slot), is_opening=True) is not None
+            with contextlib.suppress(_WorkerLost), self._guarded(slot, is_opening=True):
+                self._open(slot)
+                return True
+            return False
         with self._changed:
             # Another pass may be taking one in.
             news = [s for s in away if s not in self._begun_without and membership.is_away(s)]
@@ -883,12 +898,10 @@ class WorkerRun:
             logging.warning("%s:%d %s; %s without it.", job, index, there, others)
         if slot.worker in news:
             self._count_loss()
-            self._guarded(slot, lambda: self._tell_crew(slot.index))
+            with contextlib.suppress(_WorkerLost), self._guarded(slot):
+                self._tell_crew(slot.index)
         self._lose_slot(slot)
         return False
-
-    def _is_missing(self, server: Server) -> bool:
-        return not self._comebacks.is_back(server)
 
     def _needs(self, slot: Slot) -> list[Server]:
         """The servers without which a worker's thread can't go on; its worker is the last."""
@@ -957,7 +970,8 @@ class WorkerRun:
     def _leave(self, slot: Slot) -> None:
         with self._changed:
             slot.left_at = self._leases.granted
-        self._guarded(slot, lambda: self._crew.leave(slot.number))
+        with contextlib.suppress(_WorkerLost), self._guarded(slot):
+            self._crew.leave(slot.number)
         # If its life is over, that shows when it is needed again.
         self._note(slot, MemberState.IDLE)
 
@@ -1011,12 +1025,11 @@ class WorkerRun:
         done, lost = 0, taken
         if slot.state is not None:
             is_gone = any(map(self._cluster.membership.is_away, self._holders[slot.index]))
-            slot.busy_since = time.monotonic()
             limit = 0.0 if is_gone or self._gave_up_server else self._leases.limit
-            done, lost = slot.state.account_lost(
-                taken, slot.progress, limit, lambda: self._read_rows(self._beside(slot))
-            )
-            slot.busy_since = None
+            with slot.busy():
+                done, lost = slot.state.account_lost(
+                    taken, slot.progress, limit, lambda: self._read_rows(self._beside(slot))
+                )
         if not self._retries:
             slot.lost_steps += lost
         self._give_back(slot, taken, done, lost)
@@ -1027,18 +1040,20 @@ class WorkerRun:
         board = slot.state.row.board
         return [o for o, state in states if state.row is not None and state.row.board is board]
 
-    def _guarded(
-        self, slot: Slot, action: Callable[[], Any], is_opening: bool = False
-    ) -> tuple[Any] | None:
-        """Runs `action`; None if the worker was lost meanwhile, or has to be opened once more."""
-        slot.busy_since = time.monotonic()
-        try:
-            return (action(),)
-        except tf.errors.OpError as error:
-            self._diagnose(slot, error, is_opening)
-            return None
-        finally:
-            slot.busy_since = None
+    @contextlib.contextmanager
+    def _guarded(self, slot: Slot, is_opening: bool = False) -> Iterator[None]:
+        """Inside, a thread calls servers.
+
+        Raises:
+            _WorkerLost: if the worker was lost meanwhile, or has to be opened once more.
+        """
+        with slot.busy():
+            try:
+                yield
+                return
+            except tf.errors.OpError as error:
+                self._diagnose(slot, error, is_opening)
+        raise _WorkerLost
 
     def _diagnose(self, slot: Slot, error: tf.errors.OpError, is_opening: bool) -> None:
         """Returns if the worker is lost; else raises what really is wrong."""
@@ -1092,11 +1107,6 @@ class WorkerRun:
             return False
         slot.has_kept = False  # It gets another one, whose errors and whose end are the data's.
         return True
-
-    def _join_anew(self, slot: Slot) -> None:
-        """Has a worker go on with another iterator over the same data."""
-        logging.info("worker:%d joins its data anew: its iterator has ended", slot.index)
-        self._open(slot)
 
     def _second_look(self, slot: Slot, error: tf.errors.OpError, found: Diagnosis) -> Diagnosis:
         """Whether a worker that can't be reached is gone: others may have what is lost with it.
@@ -1165,21 +1175,25 @@ class WorkerRun:
             self._batches.tell_of_loss()
 
     def _readmit(self, slot: Slot) -> bool:
-        """Waits until a lost worker is back, and opens it; False when the pass is over."""
-        while True:
+        """Waits until a lost worker is back, and opens it; False when the pass is over.
+
+        Raises:
+            _WorkerLost: if it is lost once more.
+        """
+        are_back = False
+        while not are_back:
             with self._changed:
                 self._changed.wait(timeout=_RETRY_SECONDS)
                 if self._is_over():
                     return False
             # All of them, as each may take a while.
-            if any([self._is_missing(server) for server in self._needs(slot)]):
-                continue
-            with self._changed:
-                slot.lost = False
-                self._without_worker_since = None
-            if self._guarded(slot, lambda: self._open(slot), is_opening=True) is not None:
-                return True
-            self._count_lost(slot)
+            are_back = all([self._comebacks.is_back(server) for server in self._needs(slot)])
+        with self._changed:
+            slot.lost = False
+            self._without_worker_since = None
+        with self._guarded(slot, is_opening=True):
+            self._open(slot)
+        return True
 
     def _wait_for_answers(self, seconds: float) -> bool:
         with self._changed:
