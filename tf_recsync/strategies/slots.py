@@ -84,7 +84,7 @@ class Slot:
         shall_read: whether somebody asks for that.
         called: when the last of them began (time.monotonic).
         progress: how many of its steps are known to be done, but for the last one.
-        progressed: when that was last seen to grow (time.monotonic), or the call began.
+        progressed: when that was last seen to grow (time.monotonic), or the call began or ended.
         told: when the call was told to end (time.monotonic); 0 if it was not.
         cancellation: ends its call in flight, whose worker may wait for a batch that never comes.
         waits: whether its thread waits for steps.
@@ -113,7 +113,8 @@ class Slot:
         self.ended = False
         self.call = self.calls = self.read_calls = self.progress = 0
         self.shall_read = False
-        self.called = self.progressed = self.told = 0.0
+        self.called = self.told = 0.0
+        self.progressed = time.monotonic()
         self.cancellation = cancellation.CancellationManager()
         self.waits = False
         self.running = True

@@ -140,7 +140,6 @@ class WorkerRun:
         self._leases = Leases(
             steps_per_call, most_per_call, cluster.workers * threads, is_followed, completed
         )
-        self._progressed = time.monotonic()  # When a step was done.
         self._longest_call = 0.0  # In seconds, of those that ended.
         self._stopped = False
         self._error: Exception | None = None
@@ -173,7 +172,6 @@ class WorkerRun:
         self._is_deciding = False  # A thread is, about whether there is another round.
         self._is_complete = False  # There is none: no batch is missing.
         self._finished_parts = 0  # Threads that have seen the end of the dataset.
-        self._live = cluster.workers * threads  # Threads that have not finished.
         self._losses = Losses()
         self._actions: list[Callable[[], None]] = []  # When no thread is at work any more.
         self._results: dict[int, Any] = {}
@@ -265,7 +263,7 @@ class WorkerRun:
     def is_open(self) -> bool:
         """Whether workers have not left it: they run steps, or wait for steps to be granted."""
         with self._changed:
-            return self._live > 0
+            return any(slot.running for slot in self.slots)
 
     @property
     def is_left(self) -> bool:
@@ -410,18 +408,16 @@ class WorkerRun:
         return self._stopped or self._error is not None or self._should_stop()
 
     def fail(self, error: Exception) -> None:
-        """Ends the pass with an error that somebody else has found."""
+        """Ends the pass with an error; whoever waits gets the first one."""
         with self._changed:
-            if self._error is None:
-                self._error = error
-            self._stopped = True
+            self._error = self._error or error
             self._changed.notify_all()
         self._look()
 
     def when_done(self, action: Callable[[], None]) -> None:
         """Calls `action` when no thread is at work any more, in one of them, or here."""
         with self._changed:
-            if self._live > 0:
+            if self.is_open:
                 self._actions.append(action)
                 return
         action()
@@ -510,9 +506,7 @@ class WorkerRun:
 
     def _idle(self) -> bool:
         """Whether nothing runs and nothing will, unless more is granted."""
-        if self._error is not None or self._live == 0:
-            return True
-        return self._leases.is_done
+        return self._error is not None or not self.is_open or self._leases.is_done
 
     def _wait_until(
         self, done: Callable[[], bool], while_waiting: Callable[[], None] = lambda: None
@@ -543,11 +537,8 @@ class WorkerRun:
                         f"(worker_timeout): {self._describe(now)}"
                     )
                 if self._without_worker_since is not None:  # Still.
-                    self._error = self._error or RuntimeError(message)
-                    self._stopped = True
+                    self.fail(RuntimeError(message))
         if self._error is not None:
-            self._stopped = True
-            self._changed.notify_all()
             raise self._error
 
     @contextlib.contextmanager
@@ -573,7 +564,7 @@ class WorkerRun:
 
     def describe_waits(self) -> str:
         """Who waits for whom, in words; empty if nobody ever does, or the pass is over."""
-        is_over = self._stopped or self._error is not None or self._live == 0
+        is_over = self._stopped or self._error is not None or not self.is_open
         if is_over or not self._crew.has_waits:
             return ""
         return self._crew.describe()
@@ -608,7 +599,7 @@ class WorkerRun:
         with self._changed:
             # While others have batches, training goes on; a call may just be long.
             limit = max(seconds, 2 * self._longest_call)
-            progressed = max(self._progressed, *(slot.progressed for slot in self.slots))
+            progressed = max(slot.progressed for slot in self.slots)
             is_stuck = time.monotonic() - progressed >= limit
             waiting = {slot.index for slot in self.slots if slot.busy_since is not None}
         message = (
@@ -630,32 +621,26 @@ class WorkerRun:
                 try:
                     self._drive_in_scope(slot)
                 except Exception as error:
-                    self._set_error(error)
+                    self.fail(error)
                     raise
                 finally:
                     self._leave_data(slot)
                     self._note(slot, MemberState.DONE)
         except Exception as error:
-            self._set_error(error)
+            self.fail(error)
         finally:
             with self._changed:
-                self._live -= 1
-                actions: list[Callable[[], None]] = []
-                if self._live == 0:
-                    self._cluster.watch.end(self._waiting)
-                    actions, self._actions = self._actions, []
                 slot.running = False
                 slot.busy_since = None
+                actions: list[Callable[[], None]] = []
+                if not self.is_open:
+                    self._cluster.watch.end(self._waiting)
+                    actions, self._actions = self._actions, []
                 self._changed.notify_all()
             if self._error is not None:
                 self._release()
             for action in actions:
                 action()
-
-    def _set_error(self, error: Exception) -> None:
-        """The pass has failed; whoever waits gets the first error."""
-        with self._changed:
-            self._error = self._error or error
 
     def _leave_data(self, slot: Slot) -> None:
         """A worker's thread ends."""
@@ -666,10 +651,7 @@ class WorkerRun:
 
     def _release(self) -> None:
         """Has workers that wait for one whose step has failed end, too."""
-        while True:
-            with self._changed:
-                if self._live == 0:
-                    return
+        while self.is_open:
             try:
                 self._crew.release()
             except tf.errors.OpError as error:
@@ -679,7 +661,7 @@ class WorkerRun:
             if not self._crew.has_waits:
                 return
             with self._changed:
-                self._changed.wait_for(lambda: self._live == 0, timeout=_RETRY_SECONDS)
+                self._changed.wait_for(lambda: not self.is_open, timeout=_RETRY_SECONDS)
 
     def _drive_in_scope(self, slot: Slot) -> None:
         if slot.state is not None:  # From the pass that this one goes on with.
@@ -1003,7 +985,7 @@ class WorkerRun:
             self._leases.give_back(taken, done, seen)
             slot.credited += done
             self._losses += Losses(retried=done if slot.round else 0)
-            self._progressed = time.monotonic()
+            slot.progressed = time.monotonic()
             if result is not None:
                 number, value = result
                 self._results[number] = value
