@@ -61,17 +61,17 @@ class WorkerRun:
 
     Args:
         cluster: the connected cluster.
+        leases: the steps of the pass.
+        batches: of the pass. Readers may have parts of the data: then the cluster knows the pass.
         open_worker: `open_worker(slot)`, called in the worker's thread and
             device scope, makes `slot.state` (iterators and so on), anew after a
             worker was lost.
         call: `call(slot, n)` runs at most n steps and returns (steps done,
             whether the dataset has ended, a result or None).
-        steps_per_call: the unit of the steps of a call, see `Leases`.
-        most_per_call: see there.
-        is_followed: whether long calls are followed, and told to end, by their rows on boards.
         read_rows: reads what the workers of slots have reported; gives the steps that were applied,
             by rows' keys.
-        teller_of: the device of the server that has a slot's row on it.
+        teller_of: the device of the server that has a slot's row on a board, by which long calls
+            are followed, and told to end; None if none are.
         note_steps: called with a slot and a number of steps that it has done, as soon as that is
             known.
         should_stop: asked between calls; True ends the pass early.
@@ -85,13 +85,10 @@ class WorkerRun:
         is_reading: whether its steps change nothing: if a connection breaks, nobody else has to
             know.
         while_waiting: is called about twice a second by whoever waits for steps.
-        batches: of the pass. Readers may have parts of the data: then the cluster knows the pass.
-            None if there is nothing to know of them.
         read: reads which batches a slot's worker has done, where they have numbers.
         after: a pass over the same data that has failed, and whose steps go on in this one.
         keeps_data: whether workers go on with the batches that they have if this one fails; then
             `close_kept` or a pass `after` it follows.
-        completed: how many steps count as done when it begins.
         is_another: whether it takes the place of one that has failed: for a second servers may
             refuse connections still.
     """
@@ -99,33 +96,27 @@ class WorkerRun:
     def __init__(
         self,
         cluster: Cluster,
+        leases: Leases,
+        batches: PassBatches,
         open_worker: Callable[[Slot], None],
         call: Callable[[Slot, int], tuple[int, bool, Any]],
-        steps_per_call: int,
         should_stop: Callable[[], bool],
         worker_timeout: float,
         silence_timeout: float,
         crew: Crew | None = None,
         threads: int = 1,
-        batches: PassBatches | None = None,
         read: Callable[[Slot], None] = lambda slot: None,
         unneeded: Collection[Server] = (),
         is_reading: bool = False,
         while_waiting: Callable[[], None] = lambda: None,
-        most_per_call: int | None = None,
-        is_followed: bool = False,
         read_rows: Callable[[Sequence[Slot]], Mapping[int, int]] = lambda slots: {},
-        teller_of: Callable[[Slot], str] = lambda slot: "",
+        teller_of: Callable[[Slot], str] | None = None,
         note_steps: Callable[[Slot, int], None] = lambda slot, steps: None,
         after: WorkerRun | None = None,
         keeps_data: Callable[[], bool] = lambda: False,
-        completed: int = 0,
         is_another: bool = False,
     ):
         self._batches = batches
-        self._readers = 0 if batches is None else batches.readers
-        self._retries = batches is not None and batches.retries
-        self._recounts = batches is not None and batches.recounts
         self._read = read
         self._cluster = cluster
         self._crew = crew = Crew() if crew is None else crew
@@ -137,9 +128,7 @@ class WorkerRun:
         self._leave_seconds = min(_LEAVE_SECONDS, silence_timeout)
         self._changed = threading.Condition()
         # All below is guarded by _changed.
-        self._leases = Leases(
-            steps_per_call, most_per_call, cluster.workers * threads, is_followed, completed
-        )
+        self._leases = leases
         self._longest_call = 0.0  # In seconds, of those that ended.
         self._stopped = False
         self._error: Exception | None = None
@@ -162,11 +151,11 @@ class WorkerRun:
         self._needed = {server: life for server, life in lives if server not in self._spared}
         self._opened = 0
         self._began: float | None = None  # When all were open.
-        self._round = 0 if batches is None else batches.round
+        self._round = batches.round
         self._has_lost = False  # Batches, of those of this round that some worker has had.
         self._readers_lost: ReaderLosses | None = None
         self._reader_losses = 0  # How many there were when this round began.
-        if self._retries and self._readers > 1:
+        if batches.retries and batches.readers > 1:
             self._readers_lost = cluster.reader_losses
             self._reader_losses = self._readers_lost.begin()
         self._is_deciding = False  # A thread is, about whether there is another round.
@@ -195,7 +184,7 @@ class WorkerRun:
         cluster.watch.begin(self._waiting)
         for thread in self._threads:
             thread.start()
-        if is_followed:
+        if teller_of is not None:
             tellers: dict[str, list[Slot]] = {}
             for slot in self.slots:
                 tellers.setdefault(teller_of(slot), []).append(slot)
@@ -252,12 +241,12 @@ class WorkerRun:
     @property
     def readers(self) -> int:
         """How many readers may have parts of its data."""
-        return self._readers
+        return self._batches.readers
 
     @property
-    def data(self) -> RegisteredDataset | WorkerDatasets | None:
-        """What is trained on, as workers get at it; None if nobody needs to know."""
-        return None if self._batches is None else self._batches.data
+    def data(self) -> RegisteredDataset | WorkerDatasets:
+        """What is trained on, as workers get at it."""
+        return self._batches.data
 
     @property
     def is_open(self) -> bool:
@@ -275,7 +264,7 @@ class WorkerRun:
     def has_seen_end(self) -> bool:
         """Whether all of its threads have seen the end of the data."""
         with self._changed:
-            if self._retries:
+            if self._batches.retries:
                 return self._is_complete
             return self._finished_parts == len(self.slots)
 
@@ -331,7 +320,7 @@ class WorkerRun:
         Raises:
             Exception: what went wrong on a worker.
         """
-        if not self._retries:
+        if not self._batches.retries:
             return
         with self._leaving(), self._changed:
             if self._losses.workers:
@@ -580,7 +569,7 @@ class WorkerRun:
         found = [worker for worker, since in idle if since is not None and now - since > limit]
         if found:
             found += self._cluster.membership.servers("ps")
-            found += [("reader", i) for i in range(self._readers)]
+            found += [("reader", i) for i in range(self.readers)]
         return [*found, *self._crew.waits_for(limit)]
 
     def _give_up(self, server: Server, seconds: float) -> None:
@@ -666,7 +655,7 @@ class WorkerRun:
     def _drive_in_scope(self, slot: Slot) -> None:
         if slot.state is not None:  # From the pass that this one goes on with.
             self._count_lost(slot)
-        if self._retries:
+        if self._batches.retries:
             slot.ended = False  # It sees the end once more, or something was lost.
         if slot.ended:
             membership = self._cluster.membership
@@ -750,7 +739,7 @@ class WorkerRun:
         # Before it leaves: if an epoch begins meanwhile, one of the two has it leave that.
         with self._changed:
             slot.ended = True
-            if self._retries:
+            if self._batches.retries:
                 self._batches.ended(slot)
             self._changed.notify_all()
         self._leave(slot)
@@ -767,7 +756,7 @@ class WorkerRun:
     def _count_lost(self, slot: Slot) -> None:
         """A worker was lost: those of its batches that are not known to be done count as lost."""
         state = slot.state
-        if state is not None and self._recounts:
+        if state is not None and self._batches.recounts:
             # Only its connection broke. Without numbers, what it has done would be done again.
             if self._batches.done is not None and not self._cluster.membership.is_away(slot.worker):
                 self._try_to_read(slot)
@@ -775,7 +764,7 @@ class WorkerRun:
         with self._changed:
             slot.is_counted = True
             slot.shall_read = False
-            if state is not None and self._recounts and not self._is_complete:
+            if state is not None and self._batches.recounts and not self._is_complete:
                 self._has_lost = True
                 if self._batches.are_noted:
                     unknown = slot.credited - slot.noted
@@ -811,7 +800,7 @@ class WorkerRun:
     def _has_more(self, slot: Slot) -> bool:
         """Whether a thread that has seen the end of its data goes on with what others have lost;
         returns when that is known."""
-        if not self._retries:
+        if not self._batches.retries:
             return False
         with self._changed:
             while not (self._shall_end() or self._is_complete):
@@ -1012,7 +1001,7 @@ class WorkerRun:
                 done, lost = slot.state.account_lost(
                     taken, slot.progress, limit, lambda: self._read_rows(self._beside(slot))
                 )
-        if not self._retries:
+        if not self._batches.retries:
             slot.lost_steps += lost
         self._give_back(slot, taken, done, lost)
 
@@ -1046,7 +1035,7 @@ class WorkerRun:
             found = self._second_look(slot, error, found)
         if found.cause is Cause.LOST_PS:
             raise lost_parameter_server(self._cluster, found.server) from error
-        if self._readers:
+        if self.readers:
             data_errors.check(error)
         is_cancelled = isinstance(error, tf.errors.CancelledError)
         if found.cause is Cause.USER and is_cancelled and self._may_be_cut_off(slot):
@@ -1126,7 +1115,7 @@ class WorkerRun:
             self.fail(lost_parameter_server(self._cluster, server))
         if job == "worker" and is_news:
             self._count_loss()
-        for slot in self.slots if job == "worker" and self._recounts else []:
+        for slot in self.slots if job == "worker" and self._batches.recounts else []:
             # Of a worker that only fell silent, nothing counts as done from now on: where pushes
             # have tickets they have no effect, and else others may do its batch a second time.
             if slot.index == index and slot.state is not None:
@@ -1153,7 +1142,7 @@ class WorkerRun:
     def _count_loss(self) -> None:
         with self._changed:
             self._losses += Losses(workers=1)
-        if self._batches is not None and not self._is_reading:
+        if not self._is_reading:
             self._batches.tell_of_loss()
 
     def _readmit(self, slot: Slot) -> bool:
