@@ -970,19 +970,15 @@ class WorkerRun:
             longest = seconds if done <= 1 else min(seconds, self._leases.limit)
             self._longest_call = max(self._longest_call, longest)
             self._leases.adapt(slot.number, taken, done, seconds)
-            seen = slot.end_call()
-            self._leases.give_back(taken, done, seen)
-            slot.credited += done
-            self._losses += Losses(retried=done if slot.round else 0)
             slot.progressed = time.monotonic()
             if result is not None:
                 number, value = result
                 self._results[number] = value
-            self._changed.notify_all()
-        self._note_steps(slot, max(done - seen, 0))
+        # Last: who waits for a result finds it when no step is left.
+        self._give_back(slot, taken, done)
 
     def _give_back(self, slot: Slot, taken: int, done: int = 0, lost: int = 0) -> None:
-        """Of a call's steps not all were done; some may be lost with its worker."""
+        """Of a call's steps so many were done; some may be lost with its worker."""
         with self._changed:
             seen = slot.end_call()
             self._leases.give_back(taken, done, seen)
