@@ -412,7 +412,7 @@ class TrainFunction(Steps):
         return GroupCrew(
             self._arrangement,
             self.synchronizer,
-            self.aggregations,
+            dict(self.aggregations),
             self.threads,
             self._suspended,
             self._opening,
