@@ -143,7 +143,7 @@ def _recover(
 ) -> None:
     lost, cluster, recovery = function.unrestored, function.cluster, function.recovery
     began = time.monotonic()
-    logging.warning("Training pauses, as %s was lost; %s.", _names(lost), recovery.last())
+    logging.warning("Training pauses, as %s was lost; %s.", names_of(lost), recovery.last())
     function.leave_pass(iterator)
     with cluster.dispatch_scope():
         _wait_for(function, deadline, spared)
@@ -155,10 +155,11 @@ def _recover(
         position = recovery.restore(function.make_anew(lost))
         function.go_on_with_pass(iterator, position)
     seconds = time.monotonic() - began
-    logging.warning("Training goes on: %s is back after %.1f s.", _names(lost), seconds)
+    logging.warning("Training goes on: %s is back after %.1f s.", names_of(lost), seconds)
 
 
-def _names(servers: Iterable[Server]) -> str:
+def names_of(servers: Iterable[Server]) -> str:
+    """Names of servers, for messages."""
     return ", ".join(f"{job}:{index}" for job, index in sorted(servers))
 
 
@@ -184,11 +185,8 @@ def _wait_for(function: TrainFunction, deadline: float, spared: Collection[Serve
     recovery = function.recovery
     comebacks = Comebacks(function.cluster, Crew(), is_late, spared)
     waiting = sorted(function.unrestored)
-    while waiting:
-        waiting = [server for server in waiting if not comebacks.is_back(server)]
-        if not waiting:
-            break
-        names = _names(waiting)
+    while waiting := [server for server in waiting if not comebacks.is_back(server)]:
+        names = names_of(waiting)
         words = "Training waits for %s, which must be started again."
         logging.log_every_n_seconds(logging.WARNING, words, _LOG_SECONDS, names)
         if is_late(_RETRY_SECONDS):
