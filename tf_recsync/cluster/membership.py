@@ -202,19 +202,12 @@ class Membership:
     def members(self, job: str | None = None) -> tuple[Member, ...]:
         """The servers of a job, or of all, at this moment."""
         with self._lock:
+            now = time.monotonic()
             return tuple(
-                self._member(server) for server in self._records if job in (None, server[0])
+                Member(*server, record.state, now - record.since, record.life)
+                for server, record in self._records.items()
+                if job in (None, server[0])
             )
-
-    def member(self, server: Server) -> Member:
-        """One of them."""
-        with self._lock:
-            return self._member(server)
-
-    def _member(self, server: Server) -> Member:
-        record = self._records[server]
-        seconds = time.monotonic() - record.since
-        return Member(*server, record.state, seconds, record.life)
 
     def is_away(self, server: Server) -> bool:
         """Whether a server can't be used at the moment."""
