@@ -233,9 +233,8 @@ class WorkerRun:
 
     def grant(self, steps: float) -> None:
         """Lets the workers run `steps` more steps (float("inf"): to the end)."""
-        with self._changed:
+        with self._changing():
             self._leases.grant(steps)
-            self._changed.notify_all()
         self._ask()
 
     @property
@@ -372,9 +371,8 @@ class WorkerRun:
 
     def request_stop(self) -> None:
         """Ends the pass as soon as the calls in flight are finished; does not wait."""
-        with self._changed:
+        with self._changing():
             self._stopped = True
-            self._changed.notify_all()
         self._look()
 
     def end_calls(self) -> None:
@@ -398,9 +396,8 @@ class WorkerRun:
 
     def fail(self, error: Exception) -> None:
         """Ends the pass with an error; whoever waits gets the first one."""
-        with self._changed:
+        with self._changing():
             self._error = self._error or error
-            self._changed.notify_all()
         self._look()
 
     def when_done(self, action: Callable[[], None]) -> None:
@@ -465,9 +462,8 @@ class WorkerRun:
 
     def go_on(self) -> None:
         """Workers begin steps again."""
-        with self._changed:
+        with self._changing():
             self._leases.is_held = False
-            self._changed.notify_all()
         self._ask()
 
     def leave_again(self) -> None:
@@ -529,6 +525,13 @@ class WorkerRun:
                     self.fail(RuntimeError(message))
         if self._error is not None:
             raise self._error
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Inside, _changed is held, and something is changed for which others may wait."""
+        with self._changed:
+            yield
+            self._changed.notify_all()
 
     @contextlib.contextmanager
     def _unlocked(self) -> Iterator[None]:
@@ -618,14 +621,13 @@ class WorkerRun:
         except Exception as error:
             self.fail(error)
         finally:
-            with self._changed:
+            with self._changing():
                 slot.running = False
                 slot.busy_since = None
                 actions: list[Callable[[], None]] = []
                 if not self.is_open:
                     self._cluster.watch.end(self._waiting)
                     actions, self._actions = self._actions, []
-                self._changed.notify_all()
             if self._error is not None:
                 self._release()
             for action in actions:
@@ -661,10 +663,9 @@ class WorkerRun:
             membership = self._cluster.membership
             slot.lives = {server: membership.life(server) for server in self._needs(slot)}
             self._leave(slot)  # The crew has begun anew, and counts on all.
-            with self._changed:
+            with self._changing():
                 self._opened += 1
                 self._finished_parts += 1
-                self._changed.notify_all()
             return
         is_open = self._opened_at_once(slot)
         with self._changed:
@@ -737,11 +738,10 @@ class WorkerRun:
                 self._open(slot)
             return True
         # Before it leaves: if an epoch begins meanwhile, one of the two has it leave that.
-        with self._changed:
+        with self._changing():
             slot.ended = True
             if self._batches.retries:
                 self._batches.ended(slot)
-            self._changed.notify_all()
         self._leave(slot)
         if self._has_more(slot):
             with self._guarded(slot):
@@ -761,7 +761,7 @@ class WorkerRun:
             if self._batches.done is not None and not self._cluster.membership.is_away(slot.worker):
                 self._try_to_read(slot)
             state.settle()
-        with self._changed:
+        with self._changing():
             slot.is_counted = True
             slot.shall_read = False
             if state is not None and self._batches.recounts and not self._is_complete:
@@ -773,7 +773,6 @@ class WorkerRun:
                     if self._batches.done is None or unknown < 0:
                         state.steps -= unknown
                     self._credit(slot, -unknown)
-            self._changed.notify_all()
 
     def _try_to_read(self, slot: Slot) -> None:
         """Reads which batches a worker has done; if it is gone, its own thread finds that out."""
@@ -786,9 +785,8 @@ class WorkerRun:
     def _tell(self, slot: Slot) -> None:
         """Reads what a worker has done, for who has asked."""
         self._read(slot)
-        with self._changed:
+        with self._changing():
             slot.shall_read, slot.read_calls = False, slot.calls
-            self._changed.notify_all()
 
     def _credit(self, slot: Slot, done: int) -> None:
         """So many more of a worker's steps count as done, or fewer; under _changed."""
@@ -979,12 +977,11 @@ class WorkerRun:
 
     def _give_back(self, slot: Slot, taken: int, done: int = 0, lost: int = 0) -> None:
         """Of a call's steps so many were done; some may be lost with its worker."""
-        with self._changed:
+        with self._changing():
             seen = slot.end_call()
             self._leases.give_back(taken, done, seen)
             slot.credited += done
             self._losses += Losses(steps=lost, retried=done if slot.round else 0)
-            self._changed.notify_all()
         self._note_steps(slot, max(done - seen, 0))
 
     def _account_lost(self, slot: Slot, taken: int) -> None:
