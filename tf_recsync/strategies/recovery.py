@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import keras
@@ -54,7 +54,7 @@ class _ObserverFailed(Exception):
 Lives = dict[Server, tuple[int, int]]  # See `Cluster.life`.
 
 
-def lost_servers(cluster: Cluster, spared: Iterable[Server], lives: Lives) -> set[Server]:
+def lost_servers(cluster: Cluster, spared: set[Server], lives: Lives) -> set[Server]:
     """The parameter servers that are known to be lost, but for those that are spared.
 
     Args:
@@ -65,12 +65,10 @@ def lost_servers(cluster: Cluster, spared: Iterable[Server], lives: Lives) -> se
     """
     now = cluster.lives("ps")
     away = cluster.membership.away("ps")
-    return (away | {server for server in lives if now[server] != lives[server]}) - set(spared)
+    return (away | {server for server in lives if now[server] != lives[server]}) - spared
 
 
-def find_lost(
-    cluster: Cluster, error: Exception, spared: Iterable[Server], lives: Lives
-) -> set[Server]:
+def find_lost(cluster: Cluster, error: Exception, spared: set[Server], lives: Lives) -> set[Server]:
     """The parameter servers whose loss has led to an error; asks them, so calls are to be watched.
 
     Args:
@@ -79,7 +77,6 @@ def find_lost(
         spared: see `lost_servers`.
         lives: see there.
     """
-    spared = set(spared)
     found = lost_servers(cluster, spared, lives)
     if not found and isinstance(error, (tf.errors.OpError, RuntimeError)):
         try:
@@ -138,7 +135,7 @@ def recovered(
 def _recover(
     function: TrainFunction,
     iterator: DistributedIterator | None,
-    spared: Collection[Server],
+    spared: set[Server],
     deadline: float,
 ) -> None:
     lost, cluster, recovery = function.unrestored, function.cluster, function.recovery
@@ -163,7 +160,7 @@ def names_of(servers: Iterable[Server]) -> str:
     return ", ".join(f"{job}:{index}" for job, index in sorted(servers))
 
 
-def _wait_for(function: TrainFunction, deadline: float, spared: Collection[Server]) -> None:
+def _wait_for(function: TrainFunction, deadline: float, spared: set[Server]) -> None:
     """Waits until lost servers are up again, and takes them into the cluster.
 
     Args:

@@ -643,12 +643,7 @@ class WorkerRun:
     def _release(self) -> None:
         """Has workers that wait for one whose step has failed end, too."""
         while self.is_open:
-            try:
-                self._crew.release()
-            except tf.errors.OpError as error:
-                # What keeps the list is gone, and with it all waits.
-                logging.debug("waits could not be ended: %s", error)
-                return
+            self._crew.release()
             if not self._crew.has_waits:
                 return
             with self._changed:
