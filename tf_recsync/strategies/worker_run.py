@@ -136,8 +136,7 @@ class WorkerRun:
         workers = range(cluster.workers)
         # Of each worker: the servers that hold what it trains on, where others go on without them.
         self._holders = [list(crew.holders_of(worker)) for worker in workers]
-        self._spared = {holder for of_one in self._holders for holder in of_one}
-        self._spared.update(unneeded)
+        self._spared = set(unneeded).union(*self._holders)
         self._is_reading = is_reading
         self._is_another = is_another
         self._keeps_data = keeps_data
