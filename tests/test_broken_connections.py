@@ -4,6 +4,7 @@ import contextlib
 import re
 import threading
 import time
+import types
 
 import keras
 import numpy as np
@@ -21,6 +22,7 @@ from tf_recsync.strategies import (
     worker_functions,
     worker_run,
 )
+from tf_recsync.strategies.leases import Leases
 from tf_recsync.strategies.slots import Losses
 from tf_recsync.synchronization.remote_functions import traced_once
 
@@ -235,7 +237,13 @@ def test_a_connection_that_breaks_all_the_time_ends_the_run(two, caplog):
             return steps, False, None
         raise tf.errors.UnavailableError(None, None, "the network is down")
 
-    run = worker_run.WorkerRun(two, lambda slot: None, call, 1, lambda: False, 60.0, 60.0)
+    batches = types.SimpleNamespace(
+        readers=0, retries=False, recounts=False, round=0, tell_of_loss=lambda: None
+    )
+    leases = Leases(1, None, two.workers)
+    run = worker_run.WorkerRun(
+        two, leases, batches, lambda slot: None, call, lambda: False, 60.0, 60.0
+    )
     run.grant(float("inf"))
     with pytest.raises(tf.errors.UnavailableError, match="the network is down"):
         run.wait(float("inf"))

@@ -38,7 +38,7 @@ def connected(process=1, servers=SERVERS):
 
 
 def state(members, server=WORKER):
-    return members.member(server).state
+    return next(m.state for m in members.members() if (m.job, m.index) == server)
 
 
 def test_no_state_is_without_a_way_out():

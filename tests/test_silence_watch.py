@@ -54,7 +54,7 @@ def waiting(limit, gave_up, suspects=lambda: [PS]):
 
 
 def state(members):
-    return members.member(PS).state
+    return members.members("ps")[0].state
 
 
 def test_each_gives_up_by_its_own_limit(watch, played):

@@ -27,6 +27,7 @@ from tf_recsync.cluster import (
     signs_of_life,
     tf_config,
 )
+from tf_recsync.cluster.devices import device_of
 from tf_recsync.cluster.membership import Membership, Server
 from tf_recsync.cluster.one_by_one import OneByOne
 from tf_recsync.cluster.silence_watch import SilenceWatch
@@ -541,7 +542,7 @@ class Cluster:
         """
         if job == tf_config.READER:
             return signs_of_life.ReaderProbe(self, self._readers[index])
-        return signs_of_life.Probe(self, signs_of_life.device_of(job, index))
+        return signs_of_life.Probe(self, device_of(job, index))
 
     @contextlib.contextmanager
     def dispatch_scope(self) -> Iterator[None]:

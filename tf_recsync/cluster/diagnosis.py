@@ -17,6 +17,32 @@ from tf_recsync.cluster.making_functions import is_without_client
 from tf_recsync.cluster.membership import Server
 from tf_recsync.cluster.signs_of_life import is_reachable
 
+# What errors say of a function that a server has not got, by their classes.
+_UNKNOWN_FUNCTION = {
+    # The function of a dataset.
+    tf.errors.FailedPreconditionError: "Could not find required function definition",
+    # One that another one calls.
+    tf.errors.InternalError: "Can't find a function",
+    # One that is called, and one that such a one calls and that is inlined there.
+    tf.errors.NotFoundError: "name of a function|Failed to find function",
+}
+# Of a tensor that a server has not got: it was readmitted while the call was made.
+_UNKNOWN_TENSOR = {
+    tf.errors.InvalidArgumentError: "Unable to find the relevant tensor remote_handle",
+}
+# Of a connection that broke; of a server that was out of the cluster just then, as a neighbor is
+# that has died while a worker comes back; or of what lay there before it was taken in again. Its
+# new life may not be known yet: whoever takes servers in tells it when all are.
+_BROKEN = {
+    tf.errors.UnavailableError: "",
+    # gRPC's calls fail so now and then, most of all just after a server was taken in.
+    tf.errors.InternalError: "Unable to parse request",
+    # It was started again, and is taken in.
+    tf.errors.AbortedError: "Unable to find a context_id",
+    tf.errors.InvalidArgumentError: "Resource input tensor contains an invalid device"
+    r"|/job:(worker|ps)/replica:0/task:\d+/device:\S+ unknown device",
+}
+
 
 class Cause(enum.Enum):
     """What made a call fail."""
@@ -57,8 +83,7 @@ def diagnose(
         lives: those of the servers that it needed when it began, the worker's last.
         spared: the parameter servers that nobody needs, or without which others go on.
     """
-    for ps in range(cluster.ps):
-        server = ("ps", ps)
+    for server in cluster.membership.servers("ps"):
         if server not in spared and not is_reachable(device_of(*server)):
             return Diagnosis(Cause.LOST_PS, server)
     for server, life in lives.items():
@@ -69,53 +94,26 @@ def diagnose(
     worker = next(reversed(lives), None)
     if _is_unknown_function(error):
         return Diagnosis(Cause.FORGOTTEN, worker)
-    is_unknown_tensor = _is_unknown_tensor(error)
-    if is_unknown_tensor:
+    if _says(error, _UNKNOWN_TENSOR):
         server_defs.forget_numbers()  # It may be one of these.
-    is_unavailable = isinstance(error, tf.errors.UnavailableError)
-    # gRPC's calls fail so now and then, most of all just after a server was taken in.
-    is_garbled = isinstance(error, tf.errors.InternalError) and (
-        "Unable to parse request" in error.message
-    )
-    if is_unknown_tensor or is_unavailable or is_garbled or _is_left_out(error):
+        return Diagnosis(Cause.TRANSIENT, worker)
+    is_left_out = isinstance(error, tf.errors.InvalidArgumentError) and is_without_client(error)
+    if is_left_out or _says(error, _BROKEN):
         return Diagnosis(Cause.TRANSIENT, worker)
     return Diagnosis(Cause.USER)
 
 
+def _says(error: Exception, words: Mapping[type[Exception], str]) -> bool:
+    """Whether an error is of one of these classes, and says so."""
+    return any(
+        isinstance(error, kind) and re.search(text, error.message) for kind, text in words.items()
+    )
+
+
 def _is_unknown_function(error: Exception) -> bool:
     """Whether a server has not got a function: it was traced while the connection was broken."""
-    if isinstance(error, tf.errors.FailedPreconditionError):  # The function of a dataset.
-        return "Could not find required function definition" in error.message
-    if isinstance(error, tf.errors.InternalError):  # One that another one calls.
-        return "Can't find a function" in error.message
-    if isinstance(error, tf.errors.NotFoundError):
-        # One that is called, and one that such a one calls and that is inlined there.
-        texts = ("name of a function", "Failed to find function")
-        return any(text in error.message for text in texts)
+    if isinstance(error, tuple(_UNKNOWN_FUNCTION)):
+        return _says(error, _UNKNOWN_FUNCTION)
     # One that a loop or a condition calls is told like an operation that the server can't do.
     found = re.search(r"Op type not registered '(\w+)'", getattr(error, "message", ""))
     return found is not None and context.context().has_function(found[1])
-
-
-def _is_left_out(error: Exception) -> bool:
-    """Whether a call needed a server that was out of the cluster just then, as a neighbor is that
-    has died while a worker comes back; or what lay there before it was taken in again.
-
-    Its new life may not be known yet: whoever takes servers in tells it when all are.
-    """
-    if isinstance(error, tf.errors.AbortedError):  # It was started again, and is taken in.
-        return "Unable to find a context_id" in error.message
-    if not isinstance(error, tf.errors.InvalidArgumentError):
-        return False
-    if "Resource input tensor contains an invalid device" in error.message:
-        return True
-    if re.search(r"/job:(worker|ps)/replica:0/task:\d+/device:\S+ unknown device", error.message):
-        return True
-    return is_without_client(error)
-
-
-def _is_unknown_tensor(error: Exception) -> bool:
-    """Whether a server has not got a tensor: it was readmitted while the call was made."""
-    return isinstance(error, tf.errors.InvalidArgumentError) and (
-        "Unable to find the relevant tensor remote_handle" in error.message
-    )

@@ -145,7 +145,7 @@ class _Record:
         silent_seconds: for how long it did not answer, if it was lost by that.
         is_forgetful: whether it lacks functions, and has to be taken in as if it were new.
         is_returning: whether it was away, and nobody was told that it is back.
-        is_untold: whether somebody has not been told yet that it was lost.
+        untold: how many times it was lost of which somebody has not been told yet.
     """
 
     away: MemberState | None
@@ -157,7 +157,7 @@ class _Record:
     silent_seconds: float = 0.0
     is_forgetful: bool = False
     is_returning: bool = False
-    is_untold: bool = False
+    untold: int = 0
 
     @property
     def state(self) -> MemberState:
@@ -185,28 +185,29 @@ class Membership:
         }
         # Servers that are back, or were lost: with words for it, if that is news.
         self._events: collections.deque[tuple[Server, str | None, bool]] = collections.deque()
-        self._has_connected = False
         self._listeners: list[tuple[Order, weakref.ref[Listener]]] = []
         self._delivering = threading.RLock()  # One event at a time.
 
     # What is known.
 
+    def servers(self, *jobs: str) -> list[Server]:
+        """All servers of these jobs; they stay the same."""
+        return [server for server in self._records if server[0] in jobs]
+
+    def away(self, job: str) -> set[Server]:
+        """Those of a job that can't be used at the moment."""
+        with self._lock:
+            return {server for server in self.servers(job) if self._records[server].away in AWAY}
+
     def members(self, job: str | None = None) -> tuple[Member, ...]:
         """The servers of a job, or of all, at this moment."""
         with self._lock:
+            now = time.monotonic()
             return tuple(
-                self._member(server) for server in self._records if job in (None, server[0])
+                Member(*server, record.state, now - record.since, record.life)
+                for server, record in self._records.items()
+                if job in (None, server[0])
             )
-
-    def member(self, server: Server) -> Member:
-        """One of them."""
-        with self._lock:
-            return self._member(server)
-
-    def _member(self, server: Server) -> Member:
-        record = self._records[server]
-        seconds = time.monotonic() - record.since
-        return Member(*server, record.state, seconds, record.life)
 
     def is_away(self, server: Server) -> bool:
         """Whether a server can't be used at the moment."""
@@ -261,16 +262,16 @@ class Membership:
             all_answer: whether they have all just answered.
         """
         with self._lock:
-            is_first = not self._has_connected
-            self._has_connected = True
+            is_first = all(record.process is None for record in self._records.values())
         for server in list(self._records):
             process = processes.get(server)
             with self._lock:
                 record = self._records[server]
                 is_same = process is not None and record.process in (None, process)
-                record.process = process if process is not None else record.process
-                if is_first and process is not None:
-                    record.away = None
+                if process is not None:
+                    record.process = process
+                    if is_first:
+                        record.away = None
                 # Whoever takes it in says so.
                 is_coming = record.away is MemberState.READMITTING
             if not is_same:
@@ -327,7 +328,8 @@ class Membership:
             record.threads.clear()
             record.silent_seconds, record.is_forgetful = silent_seconds, is_forgetful
             is_news = not record.is_returning
-            record.is_untold, record.is_returning = True, False
+            record.is_returning = False
+            record.untold += 1
             self._events.append((server, how, is_news))
             return True
 
@@ -382,12 +384,11 @@ class Membership:
         """
         with self._lock:
             record = self._records[server]
-            if record.away in AWAY or record.is_untold:
+            if record.away in AWAY or record.untold:
                 return None
             # Those of passes that are over are forgotten.
-            done = [t for t, state in record.threads.items() if state is MemberState.DONE]
-            for other in done:
-                del record.threads[other]
+            threads = record.threads.items()
+            record.threads = {t: state for t, state in threads if state is not MemberState.DONE}
             record.threads[thread] = MemberState.JOINING
             record.since = time.monotonic()
             return record.life
@@ -464,8 +465,4 @@ class Membership:
                         logging.exception("%r could not be told of %s:%d.", listener, *server)
                 if how is not None:
                     with self._lock:
-                        # Another loss may have come meanwhile.
-                        self._records[server].is_untold = any(
-                            other == server and words is not None
-                            for other, words, _ in self._events
-                        )
+                        self._records[server].untold -= 1

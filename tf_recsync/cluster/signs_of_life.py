@@ -17,7 +17,6 @@ from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context
 
 from tf_recsync.cluster import tf_config
-from tf_recsync.cluster.devices import device_of
 from tf_recsync.cluster.membership import Server
 
 _GREETING_SECONDS = 1.0  # For the answer to it.
@@ -94,10 +93,12 @@ class Probe(threading.Thread):
         self.answered = not isinstance(error, tf.errors.UnavailableError)
 
 
-def ask(cluster: Cluster, servers: Sequence[Server]) -> list[Probe]:
+def ask(
+    cluster: Cluster, servers: Sequence[Server], seconds: float = _ANSWER_SECONDS
+) -> list[Probe]:
     """Asks servers for signs of life, all at once, and waits for the answers, not for long."""
-    probes = [Probe(cluster, device_of(*server)) for server in servers]
-    deadline = time.monotonic() + _ANSWER_SECONDS
+    probes = [cluster.probe(*server) for server in servers]
+    deadline = time.monotonic() + seconds
     for probe in probes:
         probe.join(max(0.0, deadline - time.monotonic()))
     return probes

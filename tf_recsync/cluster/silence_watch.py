@@ -7,12 +7,11 @@ limit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from absl import logging
 
@@ -63,6 +62,21 @@ class Wait:
     until: float = float("inf")
 
 
+@dataclasses.dataclass
+class _Asked:
+    """A server that is asked for a sign of life.
+
+    Attributes:
+        probe: asks it.
+        silent: for how long it has not answered, in seconds.
+        given_up: for how long it had not when somebody who waits for it last gave it up.
+    """
+
+    probe: Probe
+    silent: float = 0.0
+    given_up: dict[Wait, float] = dataclasses.field(default_factory=dict)
+
+
 class SilenceWatch:
     """Asks servers for which somebody waits for a sign of life, and reports those that give none.
 
@@ -81,11 +95,7 @@ class SilenceWatch:
         self._waits: set[Wait] = set()
         self._thread: threading.Thread | None = None
         self._giving_up = threading.Lock()  # Held while somebody is told of one that is silent.
-        # The thread's own.
-        self._probes: dict[Server, Probe] = {}
-        self._silent: dict[Server, float] = {}  # For how long, in seconds.
-        # For how long each was when somebody who waits for it last gave it up.
-        self._given_up: dict[tuple[Wait, Server], float] = {}
+        self._asked: dict[Server, _Asked] = {}  # The thread's own.
 
     def begin(self, wait: Wait) -> None:
         """Watches for somebody, until `end`."""
@@ -138,62 +148,56 @@ class SilenceWatch:
 
     def _forget(self) -> None:
         """Nobody waits for any server."""
-        for server in self._silent:
+        for server in self._asked:
             self._membership.answered(server)
-        self._silent.clear()
-        self._given_up.clear()
-        self._probes.clear()
+        self._asked.clear()
 
     def _ask(self, waits: Sequence[Wait], passed: float) -> None:
         waiting: dict[Server, list[Wait]] = {}
         for wait in waits:
-            for server in set(_or_logged(wait.suspects) or ()):
-                waiting.setdefault(server, []).append(wait)
-        for server in [s for s in self._probes if s not in waiting]:
+            with _logged():
+                for server in set(wait.suspects()):
+                    waiting.setdefault(server, []).append(wait)
+        for server in self._asked.keys() - waiting.keys():
             # What is known of it is of no use when somebody waits again.
-            del self._probes[server]
-            if self._silent.pop(server, 0.0):
+            if self._asked.pop(server).silent:
                 self._membership.answered(server)  # As far as anybody cares.
-        self._given_up = {
-            (wait, server): silent
-            for (wait, server), silent in self._given_up.items()
-            if wait in waiting.get(server, ())
-        }
         for server in sorted(waiting):
-            _or_logged(functools.partial(self._ask_one, server, waiting[server], passed))
+            with _logged():
+                self._ask_one(server, waiting[server], passed)
 
     def _ask_one(self, server: Server, waits: Sequence[Wait], passed: float) -> None:
-        probe = self._probes.get(server)
-        if probe is None or probe.answered:
-            if probe is not None and probe.reachable and self._membership.silent_seconds(server):
+        asked = self._asked.get(server)
+        if asked is None or asked.probe.answered:
+            is_back = asked is not None and asked.probe.reachable
+            if is_back and self._membership.silent_seconds(server):
                 # It was given up, and has all that it had.
                 self._membership.readmitted(server)
             self._membership.answered(server)
-            self._silent[server] = 0.0
-            for wait in waits:
-                self._given_up.pop((wait, server), None)
-            self._probes[server] = self._probe(server)
+            self._asked[server] = _Asked(self._probe(server))
             return
         # One whose connections were cut, by whomever, can't be reached, and may still have
         # callers elsewhere wait.
-        if not probe.is_alive():
-            self._probes[server] = self._probe(server)
+        if not asked.probe.is_alive():
+            asked.probe = self._probe(server)
         self._membership.suspected(server)
-        self._silent[server] = silent = self._silent.get(server, 0.0) + passed
+        asked.silent += passed
+        # Who waits no longer has given up nothing.
+        asked.given_up = {wait: asked.given_up.get(wait, 0.0) for wait in waits}
         with self._giving_up:
-            for wait in waits:
+            for wait, given_up in asked.given_up.items():
                 with self._changed:
                     is_waiting = wait in self._waits
-                given_up = self._given_up.get((wait, server), 0.0)
-                if is_waiting and silent - given_up >= wait.limit:
-                    self._given_up[wait, server] = silent
-                    _or_logged(functools.partial(wait.give_up, server, silent))
+                if is_waiting and asked.silent - given_up >= wait.limit:
+                    asked.given_up[wait] = asked.silent
+                    with _logged():
+                        wait.give_up(server, asked.silent)
 
 
-def _or_logged(action: Callable[[], Any]) -> Any:
-    """What somebody who waits answers; errors are logged, as the watch is for others, too."""
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """Inside, errors of somebody who waits are logged, as the watch is for others, too."""
     try:
-        return action()
+        yield
     except Exception:
         logging.exception("Somebody who waits for servers could not be asked or told.")
-        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ _READ_SECONDS = (0.02, 1.0, 0.1)
 _AGAIN_SECONDS = 0.5  # After which a call is told again: it may not have begun before.
 
 
+@dataclasses.dataclass(eq=False)
 class CallFollower:
     """One thread, which ends with the pass: for each server that has rows, as it may be silent.
 
@@ -29,10 +31,10 @@ class CallFollower:
     nobody may be in a step, when others have nothing to do, or when there are better functions to
     call.
 
-    Args:
+    Attributes:
         cluster: the cluster.
-        read: reads what the workers of slots have reported; gives the steps that were applied, by
-            rows' keys.
+        read_rows: reads what the workers of slots have reported; gives the steps that were applied,
+            by rows' keys.
         slots: of the pass's threads, those with rows there.
         are_waiting: whether some of all threads wait for steps; called with `changed` held.
         leases: the steps that they take.
@@ -42,27 +44,18 @@ class CallFollower:
         fail: ends the pass with an error.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        read: Callable[[Sequence[Slot]], Mapping[int, int]],
-        slots: Sequence[Slot],
-        are_waiting: Callable[[], bool],
-        leases: Leases,
-        changed: threading.Condition,
-        is_over: Callable[[], bool],
-        note: Callable[[Slot, int], None],
-        fail: Callable[[Exception], None],
-    ):
-        self._cluster = cluster
-        self._read_rows = read
-        self._are_waiting = are_waiting
-        self._slots = slots
-        self._leases = leases
-        self._changed = changed
-        self._is_over = is_over
-        self._note = note
-        self._fail = fail
+    cluster: Cluster
+    read_rows: Callable[[Sequence[Slot]], Mapping[int, int]]
+    slots: Sequence[Slot]
+    are_waiting: Callable[[], bool]
+    leases: Leases
+    changed: threading.Condition
+    is_over: Callable[[], bool]
+    note: Callable[[Slot, int], None]
+    fail: Callable[[Exception], None]
+
+    def __post_init__(self) -> None:
+        """Starts the thread."""
         self._read_at = self._asked_at = 0.0
         self._ending: set[tuple[int, int]] = set()  # Slots' numbers, and those of their calls.
         self._look = threading.Event()
@@ -79,18 +72,18 @@ class CallFollower:
 
     def end_calls(self) -> None:
         """The calls in flight end, and others begin; does not wait."""
-        with self._changed:
+        with self.changed:
             self._ending = {(slot.number, slot.calls) for slot in self._in_flight()}
         self.look()
 
     def _run(self) -> None:
         try:
-            with self._cluster.dispatch_scope():
+            with self.cluster.dispatch_scope():
                 while True:
                     self._look.wait(min(_LOOK_SECONDS, self._period))
                     self._look.clear()
-                    with self._changed:
-                        if not any(slot.running for slot in self._slots):
+                    with self.changed:
+                        if not any(slot.running for slot in self.slots):
                             return
                     try:
                         self._read()
@@ -102,7 +95,7 @@ class CallFollower:
                             logging.DEBUG, "calls can't be followed: %s", 10, error
                         )
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     @property
     def _period(self) -> float:
@@ -112,56 +105,54 @@ class CallFollower:
         return min(last, max(first, share * (time.monotonic() - self._asked_at)))
 
     def _in_flight(self) -> list[Slot]:
-        """The calls of several steps; under _changed."""
-        return [s for s in self._slots if s.call > 1 and s.state is not None]
+        """The calls of several steps; under `changed`."""
+        return [s for s in self.slots if s.call > 1 and s.state is not None]
 
     def _read(self) -> None:
         """Notes how far calls are; what workers report is of interest in each call."""
         now = time.monotonic()
         if now - self._read_at < self._period:
             return
-        with self._changed:
+        with self.changed:
             calls = [(slot, slot.calls, slot.state) for slot in self._in_flight()]
-            is_at_work = any(slot.call for slot in self._slots)
+            is_at_work = any(slot.call for slot in self.slots)
         if not is_at_work:
             return
         # Of all of them: what others have reported before is taken with it.
-        applied = self._read_rows(self._slots)
+        applied = self.read_rows(self.slots)
         self._read_at = now = time.monotonic()
         news = []
-        with self._changed:
+        with self.changed:
             for slot, number, state in calls:
                 steps = applied.get(state.row.key)
                 if steps is not None and slot.call and slot.calls == number:
                     # The last one counts when its call has ended.
                     more = slot.seen(min(state.in_call(steps), slot.call) - 1, now)
-                    self._leases.seen(slot.number, more, slot.progress, now - slot.called)
+                    self.leases.seen(slot.number, more, slot.progress, now - slot.called)
                     news.append((slot, more))
-            self._changed.notify_all()
+            self.changed.notify_all()
         for slot, more in news:
-            self._note(slot, more)
+            self.note(slot, more)
 
     def _tell(self) -> None:
         """Has calls end that shall."""
-        with self._changed:
+        with self.changed:
             now = time.monotonic()
-            due = [s for s in self._due() if now - s.told >= _AGAIN_SECONDS]
-            for slot in due:
-                slot.told = now
             rows: dict[CallBoard, list[Row]] = {}
-            for slot in due:
+            for slot in [s for s in self._due() if now - s.told >= _AGAIN_SECONDS]:
+                slot.told = now
                 rows.setdefault(slot.state.row.board, []).append(slot.state.row)
         for board, own in rows.items():
             board.tell(own)
 
     def _due(self) -> list[Slot]:
-        """The calls that shall end; under _changed."""
+        """The calls that shall end; under `changed`."""
         calls = self._in_flight()
-        if self._leases.is_held or self._is_over():
+        if self.leases.is_held or self.is_over():
             return calls
         # Others can do a part of what is left of a long one.
-        can_share = self._leases.are_taken and self._are_waiting()
-        share = self._leases.share
+        can_share = self.leases.are_taken and self.are_waiting()
+        share = self.leases.share
         return [
             slot
             for slot in calls

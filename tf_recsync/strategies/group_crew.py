@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,10 +20,11 @@ from tf_recsync.synchronization.synchronizer import Crew, Synchronizer
 _ATTEMPTS, _RETRY_SECONDS = 5, 0.5  # To call a server that is there.
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class GroupCrew(Crew):
     """What groups take their tokens from, and the synchronizer.
 
-    Args:
+    Attributes:
         arrangement: the groups.
         synchronizer: keeps their copies together.
         aggregations: of each group that takes tokens, by its number.
@@ -31,41 +33,32 @@ class GroupCrew(Crew):
         opening: of each group, what is held by whoever makes what it shares.
     """
 
-    def __init__(
-        self,
-        arrangement: Arrangement,
-        synchronizer: Synchronizer,
-        aggregations: Mapping[int, Aggregation],
-        threads: int,
-        suspended: set[int],
-        opening: Sequence[threading.Lock],
-    ):
-        self._arrangement = arrangement
-        self._synchronizer = synchronizer
-        self._aggregations = dict(aggregations)
-        self._threads = threads
-        self._suspended = suspended
-        self._opening = opening
+    arrangement: Arrangement
+    synchronizer: Synchronizer
+    aggregations: Mapping[int, Aggregation]
+    threads: int
+    suspended: set[int]
+    opening: Sequence[threading.Lock]
 
     @property
     def has_waits(self) -> bool:
         """Whether a worker may wait for another: for a token, or to synchronize."""
-        return bool(self._aggregations) or self._synchronizer.has_waits
+        return bool(self.aggregations) or self.synchronizer.has_waits
 
     def _of(self, worker: int) -> AtOnce:
-        return self._aggregations.get(self._arrangement.group_of(worker).index, AT_ONCE)
+        return self.aggregations.get(self.arrangement.group_of(worker).index, AT_ONCE)
 
     def lose(self, worker: int) -> None:
         """A worker is gone, and its step with it."""
-        self._synchronizer.lose(worker)
+        self.synchronizer.lose(worker)
         aggregation = self._of(worker)
         if not aggregation.takes_tokens:
             return  # Without waiting for whoever opens a worker of the group.
-        with self._opening[self._arrangement.group_of(worker).index]:
+        with self.opening[self.arrangement.group_of(worker).index]:
             if self._gives_back(aggregation, worker):
-                self._suspended.discard(worker)
+                self.suspended.discard(worker)
             else:
-                self._suspended.add(worker)
+                self.suspended.add(worker)
 
     def _gives_back(self, aggregation: Aggregation, worker: int) -> bool:
         """Whether the tokens of a worker that is gone are given back, for which others wait.
@@ -86,7 +79,7 @@ class GroupCrew(Crew):
             except tf.errors.OpError as error:
                 if not self.holders_of(worker):
                     raise
-                group, copies = self._arrangement.group_of(worker).index, self._synchronizer.copies
+                group, copies = self.arrangement.group_of(worker).index, self.synchronizer.copies
                 failed, is_current = error, aggregation.is_made_for(copies.of(group))
                 if copies.are_gone(group) or not is_current:
                     break
@@ -100,22 +93,22 @@ class GroupCrew(Crew):
 
     def suspend(self, worker: int) -> None:
         """A worker is there, but what it trains on is gone or silent, the tokens' list, too."""
-        self._suspended.add(worker)
-        self._synchronizer.suspend(worker)
+        self.suspended.add(worker)
+        self.synchronizer.suspend(worker)
 
     def leave(self, thread: int) -> None:
         """A worker's thread has nothing to do at the moment."""
-        worker = thread // self._threads
+        worker = thread // self.threads
         self._of(worker).leave(worker)
-        self._synchronizer.leave(thread)
+        self.synchronizer.leave(thread)
 
     def resume(self, thread: int) -> None:
         """A worker's thread that may have left takes steps; with its next token it is one more."""
-        self._synchronizer.resume(thread)
+        self.synchronizer.resume(thread)
 
     def release(self) -> None:
         """Ends all waits of workers, with errors."""
-        for waited_for in [self._synchronizer, *self._aggregations.values()]:
+        for waited_for in [self.synchronizer, *self.aggregations.values()]:
             try:
                 waited_for.release()
             except tf.errors.OpError as error:
@@ -124,19 +117,19 @@ class GroupCrew(Crew):
 
     def pause(self) -> contextlib.AbstractContextManager:
         """Inside, no group calls another; parameter servers, which workers call, stay there."""
-        return self._synchronizer.pause()
+        return self.synchronizer.pause()
 
     def holders_of(self, worker: int) -> Sequence[Server]:
         """The servers that hold a worker's group's copy, if others go on without them."""
-        return self._synchronizer.holders_of(worker)
+        return self.synchronizer.holders_of(worker)
 
     def waits_for(self, seconds: float) -> list[Server]:
         """The servers, job and index, that calls besides the steps have waited for so long."""
-        return self._synchronizer.waits_for(seconds)
+        return self.synchronizer.waits_for(seconds)
 
     def describe(self) -> str:
         """Who waits for whom, in words."""
-        of_groups = {n: aggregation.describe() for n, aggregation in self._aggregations.items()}
-        is_one = len(self._arrangement.groups) == 1
+        of_groups = {n: aggregation.describe() for n, aggregation in self.aggregations.items()}
+        is_one = len(self.arrangement.groups) == 1
         parts = [text if is_one else f"group {n}: {text}" for n, text in of_groups.items()]
-        return "; ".join(filter(None, [*parts, self._synchronizer.describe()]))
+        return "; ".join(filter(None, [*parts, self.synchronizer.describe()]))

@@ -24,7 +24,7 @@ from tf_recsync.strategies.call_board import CallBoard, CallBoards
 from tf_recsync.strategies.checks import OnBatchLost
 from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
-from tf_recsync.strategies.leases import call_limit, call_seconds
+from tf_recsync.strategies.leases import Leases, call_limit, call_seconds
 from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.pass_batches import PassBatches
 from tf_recsync.strategies.slots import Losses, Slot
@@ -435,7 +435,7 @@ class Steps:
         completed = begin.epoch_batches
         if goes_back:
             completed, after = begin.batches - self._uncounted, None
-        steps_per_call = self._model.steps_per_execution
+        steps = self._model.steps_per_execution
         layout = self._continue(iterator)
         metrics = len(self._merged_variables)
         if layout is not self._read_layout:
@@ -489,27 +489,24 @@ class Steps:
             self._losses, self._waited = self.losses, self.data_wait()
         self._run = WorkerRun(
             self._settings.cluster,
+            Leases(steps, self._most_per_call(), slots, self._calls_are_told, completed),
+            batches,
             open_worker,
             call,
-            steps_per_call,
             lambda: self._should_stop() or is_over(),
             self._settings.worker_timeout,
             self._settings.silence_timeout,
             self._crew(),
             self.threads,
-            batches,
             lambda slot: self._read_worker(slot, batches),
             self.unneeded(),
             is_reading=not is_training,
             while_waiting=self.tell_observers,
-            most_per_call=self._most_per_call(),
-            is_followed=self._calls_are_told,
             read_rows=lambda slots: self._read_rows(slots, batches),
-            teller_of=self._owner_of,
+            teller_of=self._owner_of if self._calls_are_told else None,
             note_steps=self._note_steps,
             after=after,
             keeps_data=self._can_recover,
-            completed=completed,
             is_another=not is_anew,
         )
         if is_anew:

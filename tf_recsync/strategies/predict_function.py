@@ -14,6 +14,7 @@ from tf_recsync.cluster import fetch
 from tf_recsync.cluster.making_functions import making_functions
 from tf_recsync.strategies import watched_calls, worker_functions
 from tf_recsync.strategies.distributed_dataset import DistributedIterator
+from tf_recsync.strategies.leases import Leases
 from tf_recsync.strategies.model_functions import Settings
 from tf_recsync.strategies.model_variables import OnServers
 from tf_recsync.strategies.pass_batches import PassBatches
@@ -103,17 +104,16 @@ class PredictFunction:
 
         run = WorkerRun(
             cluster,
+            Leases(1, 1, cluster.workers),
+            batches,
             open_worker,
             call,
-            1,
             lambda: bool(getattr(self._model, "stop_predicting", False)) or is_over(),
             settings.worker_timeout,
             settings.silence_timeout,
-            batches=batches,
             unneeded=unneeded,
             is_reading=True,
             while_waiting=self._model.train_function.tell_observers,
-            most_per_call=1,
         )
         steps = iterator.distributed.steps_per_epoch
         run.grant(float("inf") if steps is None else steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import keras
@@ -54,7 +54,7 @@ class _ObserverFailed(Exception):
 Lives = dict[Server, tuple[int, int]]  # See `Cluster.life`.
 
 
-def lost_servers(cluster: Cluster, spared: Iterable[Server], lives: Lives) -> set[Server]:
+def lost_servers(cluster: Cluster, spared: set[Server], lives: Lives) -> set[Server]:
     """The parameter servers that are known to be lost, but for those that are spared.
 
     Args:
@@ -64,14 +64,11 @@ def lost_servers(cluster: Cluster, spared: Iterable[Server], lives: Lives) -> se
             if it was taken in with another one, and has none of that.
     """
     now = cluster.lives("ps")
-    members = cluster.membership.members("ps")
-    away = {(m.job, m.index) for m in members if not m.is_there}
-    return (away | {server for server in lives if now[server] != lives[server]}) - set(spared)
+    away = cluster.membership.away("ps")
+    return (away | {server for server in lives if now[server] != lives[server]}) - spared
 
 
-def find_lost(
-    cluster: Cluster, error: Exception, spared: Iterable[Server], lives: Lives
-) -> set[Server]:
+def find_lost(cluster: Cluster, error: Exception, spared: set[Server], lives: Lives) -> set[Server]:
     """The parameter servers whose loss has led to an error; asks them, so calls are to be watched.
 
     Args:
@@ -80,7 +77,6 @@ def find_lost(
         spared: see `lost_servers`.
         lives: see there.
     """
-    spared = set(spared)
     found = lost_servers(cluster, spared, lives)
     if not found and isinstance(error, (tf.errors.OpError, RuntimeError)):
         try:
@@ -139,12 +135,12 @@ def recovered(
 def _recover(
     function: TrainFunction,
     iterator: DistributedIterator | None,
-    spared: Collection[Server],
+    spared: set[Server],
     deadline: float,
 ) -> None:
     lost, cluster, recovery = function.unrestored, function.cluster, function.recovery
     began = time.monotonic()
-    logging.warning("Training pauses, as %s was lost; %s.", _names(lost), recovery.last())
+    logging.warning("Training pauses, as %s was lost; %s.", names_of(lost), recovery.last())
     function.leave_pass(iterator)
     with cluster.dispatch_scope():
         _wait_for(function, deadline, spared)
@@ -156,14 +152,15 @@ def _recover(
         position = recovery.restore(function.make_anew(lost))
         function.go_on_with_pass(iterator, position)
     seconds = time.monotonic() - began
-    logging.warning("Training goes on: %s is back after %.1f s.", _names(lost), seconds)
+    logging.warning("Training goes on: %s is back after %.1f s.", names_of(lost), seconds)
 
 
-def _names(servers: Iterable[Server]) -> str:
+def names_of(servers: Iterable[Server]) -> str:
+    """Names of servers, for messages."""
     return ", ".join(f"{job}:{index}" for job, index in sorted(servers))
 
 
-def _wait_for(function: TrainFunction, deadline: float, spared: Collection[Server]) -> None:
+def _wait_for(function: TrainFunction, deadline: float, spared: set[Server]) -> None:
     """Waits until lost servers are up again, and takes them into the cluster.
 
     Args:
@@ -185,11 +182,8 @@ def _wait_for(function: TrainFunction, deadline: float, spared: Collection[Serve
     recovery = function.recovery
     comebacks = Comebacks(function.cluster, Crew(), is_late, spared)
     waiting = sorted(function.unrestored)
-    while waiting:
-        waiting = [server for server in waiting if not comebacks.is_back(server)]
-        if not waiting:
-            break
-        names = _names(waiting)
+    while waiting := [server for server in waiting if not comebacks.is_back(server)]:
+        names = names_of(waiting)
         words = "Training waits for %s, which must be started again."
         logging.log_every_n_seconds(logging.WARNING, words, _LOG_SECONDS, names)
         if is_late(_RETRY_SECONDS):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 
 import keras
 import tensorflow as tf
@@ -12,9 +11,9 @@ import tensorflow as tf
 from tf_recsync import ops
 from tf_recsync.cluster import Cluster, Server, fetch, processor_of
 from tf_recsync.optimizers import base
-from tf_recsync.strategies.model_variables import copied_variables
+from tf_recsync.strategies.model_variables import copied_variables, variables_of
 from tf_recsync.synchronization.arrangement import Arrangement
-from tf_recsync.synchronization.copies import is_copied
+from tf_recsync.synchronization.copies import CopiedVariable, is_copied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +66,14 @@ def memory_of(model: keras.Model, cluster: Cluster, arrangement: Arrangement) ->
         cluster: the connected cluster.
         arrangement: the groups, whose holders have copies.
     """
-    servers = [("ps", i) for i in range(cluster.ps)]
-    servers += [("worker", i) for i in range(cluster.workers)]
+    servers = [*cluster.membership.servers("ps"), *cluster.membership.servers("worker")]
     counted = {server: dict.fromkeys(_KINDS, 0) for server in servers}
     kinds = _kinds(model)
-    for variable in _variables(model):
-        if not is_copied(variable):
-            device = tf.DeviceSpec.from_string(variable._value.device)
-            if (device.job, device.task) in counted:  # And not this process.
-                kind = kinds.get(id(variable._value), "dense")
-                counted[device.job, device.task][kind] += _size(variable._value)
+    for value in variables_of(model):
+        device = tf.DeviceSpec.from_string(value.device)
+        # Copies, and what this process has, are not among them.
+        if (device.job, device.task) in counted and not isinstance(value, CopiedVariable):
+            counted[device.job, device.task][kinds.get(id(value), "dense")] += _size(value)
     # Of what servers have pieces of, these; they are known when the model has trained.
     synchronizer = getattr(getattr(model, "train_function", None), "synchronizer", None)
     copied = copied_variables(model) if synchronizer is None else synchronizer.copies.variables
@@ -107,14 +104,6 @@ def _kinds(model: keras.Model) -> dict[int, str]:
             found.update((id(v._value), "slots") for v in state.accumulators)
         found[id(state.variable._value)] = "tables"
     return found
-
-
-def _variables(model: keras.Model) -> Iterable[keras.Variable]:
-    """All of a model and its optimizer, each once."""
-    found = list(model.variables)
-    if getattr(model, "optimizer", None) is not None:
-        found += model.optimizer.variables
-    return {id(variable): variable for variable in found}.values()
 
 
 def _size(value: tf.Variable) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tensorflow.python.eager import cancellation
@@ -82,7 +84,7 @@ class Slot:
         shall_read: whether somebody asks for that.
         called: when the last of them began (time.monotonic).
         progress: how many of its steps are known to be done, but for the last one.
-        progressed: when that was last seen to grow (time.monotonic), or the call began.
+        progressed: when that was last seen to grow (time.monotonic), or the call began or ended.
         told: when the call was told to end (time.monotonic); 0 if it was not.
         cancellation: ends its call in flight, whose worker may wait for a batch that never comes.
         waits: whether its thread waits for steps.
@@ -111,11 +113,21 @@ class Slot:
         self.ended = False
         self.call = self.calls = self.read_calls = self.progress = 0
         self.shall_read = False
-        self.called = self.progressed = self.told = 0.0
+        self.called = self.told = 0.0
+        self.progressed = time.monotonic()
         self.cancellation = cancellation.CancellationManager()
         self.waits = False
         self.running = True
         self.pass_began = 0.0
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Inside, its thread, or another one for it, calls servers."""
+        self.busy_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.busy_since = None
 
     def begin_call(self, steps: int) -> None:
         """A call of so many steps begins; its state knows."""

@@ -27,7 +27,7 @@ from tf_recsync.strategies.model_functions import Settings, Steps
 from tf_recsync.strategies.model_variables import OnServers, copied_variables, peeked_variables
 from tf_recsync.strategies.operators import Batches
 from tf_recsync.strategies.pass_batches import PassBatches
-from tf_recsync.strategies.recovery import Recovery, find_lost, make_anew, recovered
+from tf_recsync.strategies.recovery import Recovery, find_lost, make_anew, names_of, recovered
 from tf_recsync.strategies.slots import Slot
 from tf_recsync.strategies.watched_calls import check_parameter_servers, lose_the_gone
 from tf_recsync.strategies.worker_datasets import WorkerDatasets
@@ -123,7 +123,8 @@ class TrainFunction(Steps):
         return super()._call(iterator)
 
     def _goes_on(self, error: BaseException, iterator: Any) -> bool:
-        self._failed()
+        if self.synchronizer is not None:  # As before the model was built.
+            self.synchronizer.release()
         return self._recovered(error, iterator, iterator)
 
     # Where it is in the data.
@@ -189,10 +190,9 @@ class TrainFunction(Steps):
     def check_restored(self) -> None:
         """Raises a RuntimeError if variables of lost servers are not restored yet."""
         if self.unrestored:
-            names = ", ".join(f"{job}:{index}" for job, index in sorted(self.unrestored))
             raise RuntimeError(
-                f"parameter server {names} was lost, and its parameters with it, which could not "
-                "be restored; load a checkpoint into a new model"
+                f"parameter server {names_of(self.unrestored)} was lost, and its parameters with "
+                "it, which could not be restored; load a checkpoint into a new model"
             )
 
     def recovered_between(self, error: Exception) -> bool:
@@ -226,7 +226,7 @@ class TrainFunction(Steps):
             error: of a call of this process.
         """
         with self.watched():
-            return bool(find_lost(self._settings.cluster, error, self.spared(), self.lives))
+            return bool(find_lost(self.cluster, error, self.spared(), self.lives))
 
     def _recovered(
         self,
@@ -338,11 +338,6 @@ class TrainFunction(Steps):
         else:
             super()._end_failed(run, error)
 
-    def _failed(self) -> None:
-        """Training has failed; the error is raised next."""
-        if self.synchronizer is not None:  # As before the model was built.
-            self.synchronizer.release()
-
     # What is recorded of its steps.
 
     @property
@@ -388,7 +383,7 @@ class TrainFunction(Steps):
             peeked = [variable._value for variable in peeked_variables(self._model)]
             copies = Copies(
                 copied_variables(self._model),
-                self._settings.cluster,
+                self.cluster,
                 self._arrangement.groups,
                 self._read,
                 self._hold,
@@ -413,7 +408,7 @@ class TrainFunction(Steps):
         return GroupCrew(
             self._arrangement,
             self.synchronizer,
-            self.aggregations,
+            dict(self.aggregations),
             self.threads,
             self._suspended,
             self._opening,
@@ -442,9 +437,8 @@ class TrainFunction(Steps):
 
         While a parameter server is lost, what was known before.
         """
-        live = dict(self.aggregations)
-        groups = sorted({*live, *self._counted})
-        return [live[n].report() if n in live else self._counted[n].report() for n in groups]
+        known = {**self._counted, **self.aggregations}
+        return [known[group].report() for group in sorted(known)]
 
     def _shared_by(self, group: int) -> AtOnce:
         """What the trainers of a group share."""
@@ -522,7 +516,7 @@ class TrainFunction(Steps):
     def _open(self, worker: int, before: WorkerState | None, *parts: Any) -> WorkerState:
         group = self._group_of(worker)
         aggregation = self._shared_by(group.index)
-        away = self._settings.cluster.membership.is_away
+        away = self.cluster.membership.is_away
         with self._opening[group.index]:
             self.synchronizer.open(worker)
             aggregation.ensure(self.synchronizer.copies.of(group.index))
@@ -643,7 +637,7 @@ class TrainFunction(Steps):
         Args:
             action: may be called again when it has failed.
         """
-        cluster = self._settings.cluster
+        cluster = self.cluster
         while True:
             lives = cluster.membership.lives
             try:
@@ -656,44 +650,42 @@ class TrainFunction(Steps):
 
     def _lose_the_gone(self) -> bool:
         """Finds groups whose copies are gone; whether there are any."""
-        cluster, limit = self._settings.cluster, self._settings.silence_timeout
+        cluster, limit = self.cluster, self._settings.silence_timeout
         copies, spared = self.synchronizer.copies, self.spared()
         known = {*self.synchronizer.there, *copies.there}
         groups = [group for group in self._arrangement.groups if group.index in known]
 
-        def asked(group: Group) -> list[Server]:
-            if copies.is_of_earlier_life(group.index):
-                return []
+        def is_earlier(group: Group) -> bool:
+            return copies.is_of_earlier_life(group.index)
+
+        def holders(group: Group) -> list[Server]:
             # Others end training, with an error that names them.
             return [h for h in group.holders if h[0] == "worker" or h in spared]
 
         def is_gone(group: Group) -> bool:
-            is_earlier = copies.is_of_earlier_life(group.index)
-            return is_earlier or any(map(cluster.membership.is_away, asked(group)))
+            return is_earlier(group) or any(map(cluster.membership.is_away, holders(group)))
 
-        lose_the_gone(cluster, [holder for group in groups for holder in asked(group)], limit)
+        asked = [h for group in groups if not is_earlier(group) for h in holders(group)]
+        lose_the_gone(cluster, asked, limit)
         gone = [group for group in groups if is_gone(group)]
         cluster.tell_members()  # If a pass goes on, it tells the synchronizer.
         for group in gone:
-            # A worker's own thread may have opened it anew meanwhile.
             with self._opening[group.index]:
-                self._lose_group(group, is_gone)
+                if not is_gone(group):
+                    continue  # A worker's own thread has opened it anew meanwhile.
+                if group.servers:
+                    logging.warning("The copy of group %d is gone with its server.", group.index)
+                    self.synchronizer.lose_group(group.index)
+                elif group.index in self.synchronizer.there:
+                    self.synchronizer.lose(group.trainers[0])
         return bool(gone)
-
-    def _lose_group(self, group: Group, is_gone: Callable[[Group], bool]) -> None:
-        if is_gone(group):
-            if group.servers:
-                logging.warning("The copy of group %d is gone with its server.", group.index)
-                self.synchronizer.lose_group(group.index)
-            elif group.index in self.synchronizer.there:
-                self.synchronizer.lose(group.trainers[0])
 
     def spared(self) -> set[Server]:
         """The parameter servers that nobody needs, or without which others go on."""
         unneeded = self.unneeded()
         if self.synchronizer is None:
             return unneeded
-        workers = range(self._settings.cluster.workers)
+        workers = range(self.cluster.workers)
         return unneeded.union(*map(self.synchronizer.holders_of, workers))
 
     def _own_servers(self) -> list[Server]:
@@ -734,7 +726,7 @@ class TrainFunction(Steps):
                     settled.setdefault(table.device, []).append(table)
 
         def settle(tables: list[ShownVariable]) -> None:
-            with self._settings.cluster.dispatch_scope():
+            with self.cluster.dispatch_scope():
                 for table in tables:
                     table.settle()
 
@@ -812,7 +804,7 @@ class TrainFunction(Steps):
         """No thread of a worker is at work any more."""
         # Keras calls nobody if it was stopped within an epoch, or a callback has raised an error.
         is_left = self._should_stop() or (self._arrangement.has_copies and run.is_left)
-        if not is_left or run is not self._run or self._settings.cluster.is_closed:
+        if not is_left or run is not self._run or self.cluster.is_closed:
             return
         try:
             with self.watched():

@@ -41,9 +41,7 @@ def watched(
     def suspects() -> list[Server]:
         if time.monotonic() - began < suspicious_after(silence_timeout):
             return []
-        workers = [("worker", index) for index in range(cluster.workers)]
-        servers = [("ps", index) for index in range(cluster.ps)]
-        return [*workers, *(server for server in servers if server not in unneeded)]
+        return [s for s in cluster.membership.servers("worker", "ps") if s not in unneeded]
 
     def give_up(server: Server, seconds: float) -> None:
         given_up[server] = seconds
@@ -84,7 +82,7 @@ class CallGuard:
         self._cluster = cluster
         self._limit = silence_timeout
         self._expected = Wait(
-            lambda: [("ps", index) for index in range(cluster.ps)],
+            lambda: cluster.membership.servers("ps"),
             # No worker's calls: what writes a checkpoint is called by this process.
             lambda server, seconds: give_up_silent(cluster, server, seconds, callers=()),
             silence_timeout,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster, MemberState, Server, messages
+from tf_recsync.cluster import Cluster, MemberState, Server, ask, messages
 from tf_recsync.cluster.data_service import ReaderLosses
 from tf_recsync.cluster.diagnosis import Cause, Diagnosis, diagnose
 from tf_recsync.cluster.membership import Order
@@ -52,22 +52,26 @@ _CONNECTS = 5  # Attempts to reach a worker again that is up.
 _MOST_BREAKS = 5  # Connections to a living worker that break without a call in between.
 
 
+class _WorkerLost(Exception):
+    """A thread's worker was lost, or has to be opened once more."""
+
+
 class WorkerRun:
     """One pass of all workers over a dataset.
 
     Args:
         cluster: the connected cluster.
+        leases: the steps of the pass.
+        batches: of the pass. Readers may have parts of the data: then the cluster knows the pass.
         open_worker: `open_worker(slot)`, called in the worker's thread and
             device scope, makes `slot.state` (iterators and so on), anew after a
             worker was lost.
         call: `call(slot, n)` runs at most n steps and returns (steps done,
             whether the dataset has ended, a result or None).
-        steps_per_call: the unit of the steps of a call, see `Leases`.
-        most_per_call: see there.
-        is_followed: whether long calls are followed, and told to end, by their rows on boards.
         read_rows: reads what the workers of slots have reported; gives the steps that were applied,
             by rows' keys.
-        teller_of: the device of the server that has a slot's row on it.
+        teller_of: the device of the server that has a slot's row on a board, by which long calls
+            are followed, and told to end; None if none are.
         note_steps: called with a slot and a number of steps that it has done, as soon as that is
             known.
         should_stop: asked between calls; True ends the pass early.
@@ -81,13 +85,10 @@ class WorkerRun:
         is_reading: whether its steps change nothing: if a connection breaks, nobody else has to
             know.
         while_waiting: is called about twice a second by whoever waits for steps.
-        batches: of the pass. Readers may have parts of the data: then the cluster knows the pass.
-            None if there is nothing to know of them.
         read: reads which batches a slot's worker has done, where they have numbers.
         after: a pass over the same data that has failed, and whose steps go on in this one.
         keeps_data: whether workers go on with the batches that they have if this one fails; then
             `close_kept` or a pass `after` it follows.
-        completed: how many steps count as done when it begins.
         is_another: whether it takes the place of one that has failed: for a second servers may
             refuse connections still.
     """
@@ -95,33 +96,27 @@ class WorkerRun:
     def __init__(
         self,
         cluster: Cluster,
+        leases: Leases,
+        batches: PassBatches,
         open_worker: Callable[[Slot], None],
         call: Callable[[Slot, int], tuple[int, bool, Any]],
-        steps_per_call: int,
         should_stop: Callable[[], bool],
         worker_timeout: float,
         silence_timeout: float,
         crew: Crew | None = None,
         threads: int = 1,
-        batches: PassBatches | None = None,
         read: Callable[[Slot], None] = lambda slot: None,
         unneeded: Collection[Server] = (),
         is_reading: bool = False,
         while_waiting: Callable[[], None] = lambda: None,
-        most_per_call: int | None = None,
-        is_followed: bool = False,
         read_rows: Callable[[Sequence[Slot]], Mapping[int, int]] = lambda slots: {},
-        teller_of: Callable[[Slot], str] = lambda slot: "",
+        teller_of: Callable[[Slot], str] | None = None,
         note_steps: Callable[[Slot, int], None] = lambda slot, steps: None,
         after: WorkerRun | None = None,
         keeps_data: Callable[[], bool] = lambda: False,
-        completed: int = 0,
         is_another: bool = False,
     ):
         self._batches = batches
-        self._readers = 0 if batches is None else batches.readers
-        self._retries = batches is not None and batches.retries
-        self._recounts = batches is not None and batches.recounts
         self._read = read
         self._cluster = cluster
         self._crew = crew = Crew() if crew is None else crew
@@ -133,10 +128,7 @@ class WorkerRun:
         self._leave_seconds = min(_LEAVE_SECONDS, silence_timeout)
         self._changed = threading.Condition()
         # All below is guarded by _changed.
-        self._leases = Leases(
-            steps_per_call, most_per_call, cluster.workers * threads, is_followed, completed
-        )
-        self._progressed = time.monotonic()  # When a step was done.
+        self._leases = leases
         self._longest_call = 0.0  # In seconds, of those that ended.
         self._stopped = False
         self._error: Exception | None = None
@@ -144,8 +136,7 @@ class WorkerRun:
         workers = range(cluster.workers)
         # Of each worker: the servers that hold what it trains on, where others go on without them.
         self._holders = [list(crew.holders_of(worker)) for worker in workers]
-        self._spared = {holder for of_one in self._holders for holder in of_one}
-        self._spared.update(unneeded)
+        self._spared = set(unneeded).union(*self._holders)
         self._is_reading = is_reading
         self._is_another = is_another
         self._keeps_data = keeps_data
@@ -159,17 +150,16 @@ class WorkerRun:
         self._needed = {server: life for server, life in lives if server not in self._spared}
         self._opened = 0
         self._began: float | None = None  # When all were open.
-        self._round = 0 if batches is None else batches.round
+        self._round = batches.round
         self._has_lost = False  # Batches, of those of this round that some worker has had.
         self._readers_lost: ReaderLosses | None = None
         self._reader_losses = 0  # How many there were when this round began.
-        if self._retries and self._readers > 1:
+        if batches.retries and batches.readers > 1:
             self._readers_lost = cluster.reader_losses
             self._reader_losses = self._readers_lost.begin()
         self._is_deciding = False  # A thread is, about whether there is another round.
         self._is_complete = False  # There is none: no batch is missing.
         self._finished_parts = 0  # Threads that have seen the end of the dataset.
-        self._live = cluster.workers * threads  # Threads that have not finished.
         self._losses = Losses()
         self._actions: list[Callable[[], None]] = []  # When no thread is at work any more.
         self._results: dict[int, Any] = {}
@@ -193,7 +183,7 @@ class WorkerRun:
         cluster.watch.begin(self._waiting)
         for thread in self._threads:
             thread.start()
-        if is_followed:
+        if teller_of is not None:
             tellers: dict[str, list[Slot]] = {}
             for slot in self.slots:
                 tellers.setdefault(teller_of(slot), []).append(slot)
@@ -233,12 +223,8 @@ class WorkerRun:
 
     def _find_answering(self) -> None:
         """A parameter server without which nobody goes on may be there, though it was given up."""
-        members = self._cluster.membership.members("ps")
-        away = [(m.job, m.index) for m in members if not m.is_there]
-        probes = {s: self._cluster.probe(*s) for s in away if s not in self._spared}
-        deadline = time.monotonic() + 1.0
-        for server, probe in probes.items():
-            probe.join(max(0.0, deadline - time.monotonic()))
+        away = sorted(self._cluster.membership.away("ps") - self._spared)
+        for server, probe in zip(away, ask(self._cluster, away, 1.0), strict=True):
             if probe.reachable:
                 self._cluster.membership.readmitted(server)
 
@@ -246,26 +232,25 @@ class WorkerRun:
 
     def grant(self, steps: float) -> None:
         """Lets the workers run `steps` more steps (float("inf"): to the end)."""
-        with self._changed:
+        with self._changing():
             self._leases.grant(steps)
-            self._changed.notify_all()
         self._ask()
 
     @property
     def readers(self) -> int:
         """How many readers may have parts of its data."""
-        return self._readers
+        return self._batches.readers
 
     @property
-    def data(self) -> RegisteredDataset | WorkerDatasets | None:
-        """What is trained on, as workers get at it; None if nobody needs to know."""
-        return None if self._batches is None else self._batches.data
+    def data(self) -> RegisteredDataset | WorkerDatasets:
+        """What is trained on, as workers get at it."""
+        return self._batches.data
 
     @property
     def is_open(self) -> bool:
         """Whether workers have not left it: they run steps, or wait for steps to be granted."""
         with self._changed:
-            return self._live > 0
+            return any(slot.running for slot in self.slots)
 
     @property
     def is_left(self) -> bool:
@@ -277,7 +262,7 @@ class WorkerRun:
     def has_seen_end(self) -> bool:
         """Whether all of its threads have seen the end of the data."""
         with self._changed:
-            if self._retries:
+            if self._batches.retries:
                 return self._is_complete
             return self._finished_parts == len(self.slots)
 
@@ -336,7 +321,7 @@ class WorkerRun:
         Raises:
             Exception: what went wrong on a worker.
         """
-        if not self._retries:
+        if not self._batches.retries:
             return
         with self._leaving(), self._changed:
             if self._losses.workers:
@@ -388,9 +373,8 @@ class WorkerRun:
 
     def request_stop(self) -> None:
         """Ends the pass as soon as the calls in flight are finished; does not wait."""
-        with self._changed:
+        with self._changing():
             self._stopped = True
-            self._changed.notify_all()
         self._look()
 
     def end_calls(self) -> None:
@@ -413,18 +397,15 @@ class WorkerRun:
         return self._stopped or self._error is not None or self._should_stop()
 
     def fail(self, error: Exception) -> None:
-        """Ends the pass with an error that somebody else has found."""
-        with self._changed:
-            if self._error is None:
-                self._error = error
-            self._stopped = True
-            self._changed.notify_all()
+        """Ends the pass with an error; whoever waits gets the first one."""
+        with self._changing():
+            self._error = self._error or error
         self._look()
 
     def when_done(self, action: Callable[[], None]) -> None:
         """Calls `action` when no thread is at work any more, in one of them, or here."""
         with self._changed:
-            if self._live > 0:
+            if self.is_open:
                 self._actions.append(action)
                 return
         action()
@@ -483,9 +464,8 @@ class WorkerRun:
 
     def go_on(self) -> None:
         """Workers begin steps again."""
-        with self._changed:
+        with self._changing():
             self._leases.is_held = False
-            self._changed.notify_all()
         self._ask()
 
     def leave_again(self) -> None:
@@ -513,9 +493,7 @@ class WorkerRun:
 
     def _idle(self) -> bool:
         """Whether nothing runs and nothing will, unless more is granted."""
-        if self._error is not None or self._live == 0:
-            return True
-        return self._leases.is_done
+        return self._error is not None or not self.is_open or self._leases.is_done
 
     def _wait_until(
         self, done: Callable[[], bool], while_waiting: Callable[[], None] = lambda: None
@@ -546,12 +524,16 @@ class WorkerRun:
                         f"(worker_timeout): {self._describe(now)}"
                     )
                 if self._without_worker_since is not None:  # Still.
-                    self._error = self._error or RuntimeError(message)
-                    self._stopped = True
+                    self.fail(RuntimeError(message))
         if self._error is not None:
-            self._stopped = True
-            self._changed.notify_all()
             raise self._error
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Inside, _changed is held, and something is changed for which others may wait."""
+        with self._changed:
+            yield
+            self._changed.notify_all()
 
     @contextlib.contextmanager
     def _unlocked(self) -> Iterator[None]:
@@ -576,7 +558,7 @@ class WorkerRun:
 
     def describe_waits(self) -> str:
         """Who waits for whom, in words; empty if nobody ever does, or the pass is over."""
-        is_over = self._stopped or self._error is not None or self._live == 0
+        is_over = self._stopped or self._error is not None or not self.is_open
         if is_over or not self._crew.has_waits:
             return ""
         return self._crew.describe()
@@ -587,17 +569,13 @@ class WorkerRun:
         """The servers that may be silent: workers in long calls, and whom these may wait for."""
         with self._changed:
             now = time.monotonic()
-            busy = [(slot.index, slot.idle_since) for slot in self.slots]
-            workers = [
-                ("worker", index)
-                for index, since in busy
-                if since is not None and now - since > self._suspicious_after
-            ]
-        servers = []
-        if workers:
-            servers += [("ps", i) for i in range(self._cluster.ps)]
-            servers += [("reader", i) for i in range(self._readers)]
-        return [*workers, *servers, *self._crew.waits_for(self._suspicious_after)]
+            idle = [(slot.worker, slot.idle_since) for slot in self.slots]
+        limit = self._suspicious_after
+        found = [worker for worker, since in idle if since is not None and now - since > limit]
+        if found:
+            found += self._cluster.membership.servers("ps")
+            found += [("reader", i) for i in range(self.readers)]
+        return [*found, *self._crew.waits_for(limit)]
 
     def _give_up(self, server: Server, seconds: float) -> None:
         """Has the calls fail that wait for a server that does not answer."""
@@ -615,7 +593,7 @@ class WorkerRun:
         with self._changed:
             # While others have batches, training goes on; a call may just be long.
             limit = max(seconds, 2 * self._longest_call)
-            progressed = max(self._progressed, *(slot.progressed for slot in self.slots))
+            progressed = max(slot.progressed for slot in self.slots)
             is_stuck = time.monotonic() - progressed >= limit
             waiting = {slot.index for slot in self.slots if slot.busy_since is not None}
         message = (
@@ -637,32 +615,25 @@ class WorkerRun:
                 try:
                     self._drive_in_scope(slot)
                 except Exception as error:
-                    self._set_error(error)
+                    self.fail(error)
                     raise
                 finally:
                     self._leave_data(slot)
                     self._note(slot, MemberState.DONE)
         except Exception as error:
-            self._set_error(error)
+            self.fail(error)
         finally:
-            with self._changed:
-                self._live -= 1
-                actions: list[Callable[[], None]] = []
-                if self._live == 0:
-                    self._cluster.watch.end(self._waiting)
-                    actions, self._actions = self._actions, []
+            with self._changing():
                 slot.running = False
                 slot.busy_since = None
-                self._changed.notify_all()
+                actions: list[Callable[[], None]] = []
+                if not self.is_open:
+                    self._cluster.watch.end(self._waiting)
+                    actions, self._actions = self._actions, []
             if self._error is not None:
                 self._release()
             for action in actions:
                 action()
-
-    def _set_error(self, error: Exception) -> None:
-        """The pass has failed; whoever waits gets the first error."""
-        with self._changed:
-            self._error = self._error or error
 
     def _leave_data(self, slot: Slot) -> None:
         """A worker's thread ends."""
@@ -673,124 +644,124 @@ class WorkerRun:
 
     def _release(self) -> None:
         """Has workers that wait for one whose step has failed end, too."""
-        while True:
-            with self._changed:
-                if self._live == 0:
-                    return
-            try:
-                self._crew.release()
-            except tf.errors.OpError as error:
-                # What keeps the list is gone, and with it all waits.
-                logging.debug("waits could not be ended: %s", error)
-                return
+        while self.is_open:
+            self._crew.release()
             if not self._crew.has_waits:
                 return
             with self._changed:
-                self._changed.wait_for(lambda: self._live == 0, timeout=_RETRY_SECONDS)
+                self._changed.wait_for(lambda: not self.is_open, timeout=_RETRY_SECONDS)
 
     def _drive_in_scope(self, slot: Slot) -> None:
         if slot.state is not None:  # From the pass that this one goes on with.
             self._count_lost(slot)
-        if self._retries:
+        if self._batches.retries:
             slot.ended = False  # It sees the end once more, or something was lost.
         if slot.ended:
             membership = self._cluster.membership
             slot.lives = {server: membership.life(server) for server in self._needs(slot)}
             self._leave(slot)  # The crew has begun anew, and counts on all.
-            with self._changed:
+            with self._changing():
                 self._opened += 1
                 self._finished_parts += 1
-                self._changed.notify_all()
             return
-        opened = self._opened_at_once(slot)
+        is_open = self._opened_at_once(slot)
         with self._changed:
             # All start together, so that the first to be ready does not run alone.
             self._opened += 1
             self._changed.notify_all()
-            deadline = time.monotonic() + _START_SECONDS
             # One that could not open ends the pass for all.
-            while (
-                self._opened < len(self.slots)
-                and not (self._stopped or self._error)
-                and time.monotonic() < deadline
-            ):
-                self._changed.wait(timeout=1.0)
+            self._changed.wait_for(
+                lambda: self._opened == len(self.slots) or self._stopped or self._error is not None,
+                _START_SECONDS,
+            )
             if self._began is None:
                 self._began = time.time()
             slot.pass_began = self._began
-        while True:
-            if not opened:
-                self._count_lost(slot)
-                if not self._readmit(slot):
-                    return
-                opened = True
-            n = self._take(slot, wait=False)
-            if n is None:
-                self._leave(slot)
-                n = self._take(slot)
-                while n is None and opened:
-                    if slot.shall_read:
-                        opened = self._guarded(slot, lambda: self._tell(slot)) is not None
-                    else:  # An epoch has begun since, and others do all its steps.
-                        self._leave(slot)
-                    n = self._take(slot) if opened else None
-                if not opened:
-                    continue
-                if n and self._guarded(slot, lambda: self._resume(slot)) is None:
-                    self._give_back(slot, n)
-                    opened = False
-                    continue
-            if n == 0:
-                self._leave(slot)
-                return
-            if self._guarded(slot, lambda: self._move(slot, MemberState.WORKING)) is None:
-                self._give_back(slot, n)
-                opened = False
-                continue
-            called = time.monotonic()
-            with cancellable(slot.cancellation):
-                outcome = self._guarded(slot, lambda n=n: self._call(slot, n))
+        goes_on = True
+        while goes_on:
+            try:
+                if is_open:
+                    goes_on = self._do_steps(slot)
+                else:
+                    self._count_lost(slot)
+                    is_open = goes_on = self._readmit(slot)
+            except _WorkerLost:
+                is_open = False
+
+    def _do_steps(self, slot: Slot) -> bool:
+        """A thread does the next steps that it gets; False if there are none for it any more.
+
+        Raises:
+            _WorkerLost: if the worker was lost meanwhile.
+        """
+        n = self._take(slot, wait=False)
+        has_left = n is None
+        if has_left:
+            self._leave(slot)
+            while (n := self._take(slot)) is None:
+                if slot.shall_read:
+                    with self._guarded(slot):
+                        self._tell(slot)
+                else:  # An epoch has begun since, and others do all its steps.
+                    self._leave(slot)
+        if n == 0:
+            self._leave(slot)
+            return False
+        try:
+            with self._guarded(slot):
+                if has_left:
+                    self._resume(slot)
+                self._move(slot, MemberState.WORKING)
+        except _WorkerLost:
+            self._give_back(slot, n)
+            raise
+        called = time.monotonic()
+        try:
+            with cancellable(slot.cancellation), self._guarded(slot):
+                done, ended, result = self._call(slot, n)
+        except _WorkerLost:
             self._note(slot, MemberState.READY)
-            if outcome is None:
-                self._account_lost(slot, n)
-                opened = False
-                continue
-            done, ended, result = outcome[0]
-            self._account(slot, n, done, result, time.monotonic() - called)
-            slot.breaks = 0
-            slot.has_kept = slot.has_kept and not done
-            if ended and self._may_be_cut_off(slot):
-                opened = self._guarded(slot, lambda: self._join_anew(slot)) is not None
-                continue
-            if ended:
-                # Before it leaves: if an epoch begins meanwhile, one of the two has it leave that.
-                with self._changed:
-                    slot.ended = True
-                    if self._retries:
-                        self._batches.ended(slot)
-                    self._changed.notify_all()
-                self._leave(slot)
-                if self._has_more(slot):
-                    opened = self._guarded(slot, lambda: self._join(slot)) is not None
-                    continue
-                with self._changed:
-                    self._finished_parts += 1
-                return  # Its own part has ended; others may hold batches still.
+            self._account_lost(slot, n)
+            raise
+        self._note(slot, MemberState.READY)
+        self._account(slot, n, done, result, time.monotonic() - called)
+        slot.breaks = 0
+        slot.has_kept = slot.has_kept and not done
+        if not ended:
+            return True
+        if self._may_be_cut_off(slot):
+            logging.info("worker:%d joins its data anew: its iterator has ended", slot.index)
+            with self._guarded(slot):
+                self._open(slot)
+            return True
+        # Before it leaves: if an epoch begins meanwhile, one of the two has it leave that.
+        with self._changing():
+            slot.ended = True
+            if self._batches.retries:
+                self._batches.ended(slot)
+        self._leave(slot)
+        if self._has_more(slot):
+            with self._guarded(slot):
+                self._join(slot)
+            return True
+        with self._changed:
+            self._finished_parts += 1
+        return False  # Its own part has ended; others may hold batches still.
 
     # What was lost is done at the end of the data.
 
     def _count_lost(self, slot: Slot) -> None:
         """A worker was lost: those of its batches that are not known to be done count as lost."""
         state = slot.state
-        if state is not None and self._recounts:
+        if state is not None and self._batches.recounts:
             # Only its connection broke. Without numbers, what it has done would be done again.
             if self._batches.done is not None and not self._cluster.membership.is_away(slot.worker):
                 self._try_to_read(slot)
             state.settle()
-        with self._changed:
+        with self._changing():
             slot.is_counted = True
             slot.shall_read = False
-            if state is not None and self._recounts and not self._is_complete:
+            if state is not None and self._batches.recounts and not self._is_complete:
                 self._has_lost = True
                 if self._batches.are_noted:
                     unknown = slot.credited - slot.noted
@@ -799,24 +770,20 @@ class WorkerRun:
                     if self._batches.done is None or unknown < 0:
                         state.steps -= unknown
                     self._credit(slot, -unknown)
-            self._changed.notify_all()
 
     def _try_to_read(self, slot: Slot) -> None:
         """Reads which batches a worker has done; if it is gone, its own thread finds that out."""
-        slot.busy_since = time.monotonic()
         try:
-            self._read(slot)
+            with slot.busy():
+                self._read(slot)
         except tf.errors.OpError as error:
             logging.debug("what worker:%d has done is not known: %s", slot.index, error)
-        finally:
-            slot.busy_since = None
 
     def _tell(self, slot: Slot) -> None:
         """Reads what a worker has done, for who has asked."""
         self._read(slot)
-        with self._changed:
+        with self._changing():
             slot.shall_read, slot.read_calls = False, slot.calls
-            self._changed.notify_all()
 
     def _credit(self, slot: Slot, done: int) -> None:
         """So many more of a worker's steps count as done, or fewer; under _changed."""
@@ -828,7 +795,7 @@ class WorkerRun:
     def _has_more(self, slot: Slot) -> bool:
         """Whether a thread that has seen the end of its data goes on with what others have lost;
         returns when that is known."""
-        if not self._retries:
+        if not self._batches.retries:
             return False
         with self._changed:
             while not (self._shall_end() or self._is_complete):
@@ -879,10 +846,13 @@ class WorkerRun:
     def _opened_at_once(self, slot: Slot) -> bool:
         """Opens a worker as the pass begins; False if it is away, and the pass begins without."""
         needs, membership = self._needs(slot), self._cluster.membership
-        away = [server for server in needs if self._is_missing(server)]
+        away = [server for server in needs if not self._comebacks.is_back(server)]
         slot.lives = {server: membership.life(server) for server in needs}
         if not away:
-            return self._guarded(slot, lambda: self._open(slot), is_opening=True) is not None
+            with contextlib.suppress(_WorkerLost), self._guarded(slot, is_opening=True):
+                self._open(slot)
+                return True
+            return False
         with self._changed:
             # Another pass may be taking one in.
             news = [s for s in away if s not in self._begun_without and membership.is_away(s)]
@@ -894,12 +864,10 @@ class WorkerRun:
             logging.warning("%s:%d %s; %s without it.", job, index, there, others)
         if slot.worker in news:
             self._count_loss()
-            self._guarded(slot, lambda: self._tell_crew(slot.index))
+            with contextlib.suppress(_WorkerLost), self._guarded(slot):
+                self._tell_crew(slot.index)
         self._lose_slot(slot)
         return False
-
-    def _is_missing(self, server: Server) -> bool:
-        return not self._comebacks.is_back(server)
 
     def _needs(self, slot: Slot) -> list[Server]:
         """The servers without which a worker's thread can't go on; its worker is the last."""
@@ -968,7 +936,8 @@ class WorkerRun:
     def _leave(self, slot: Slot) -> None:
         with self._changed:
             slot.left_at = self._leases.granted
-        self._guarded(slot, lambda: self._crew.leave(slot.number))
+        with contextlib.suppress(_WorkerLost), self._guarded(slot):
+            self._crew.leave(slot.number)
         # If its life is over, that shows when it is needed again.
         self._note(slot, MemberState.IDLE)
 
@@ -996,25 +965,20 @@ class WorkerRun:
             longest = seconds if done <= 1 else min(seconds, self._leases.limit)
             self._longest_call = max(self._longest_call, longest)
             self._leases.adapt(slot.number, taken, done, seconds)
-            seen = slot.end_call()
-            self._leases.give_back(taken, done, seen)
-            slot.credited += done
-            self._losses += Losses(retried=done if slot.round else 0)
-            self._progressed = time.monotonic()
+            slot.progressed = time.monotonic()
             if result is not None:
                 number, value = result
                 self._results[number] = value
-            self._changed.notify_all()
-        self._note_steps(slot, max(done - seen, 0))
+        # Last: who waits for a result finds it when no step is left.
+        self._give_back(slot, taken, done)
 
     def _give_back(self, slot: Slot, taken: int, done: int = 0, lost: int = 0) -> None:
-        """Of a call's steps not all were done; some may be lost with its worker."""
-        with self._changed:
+        """Of a call's steps so many were done; some may be lost with its worker."""
+        with self._changing():
             seen = slot.end_call()
             self._leases.give_back(taken, done, seen)
             slot.credited += done
             self._losses += Losses(steps=lost, retried=done if slot.round else 0)
-            self._changed.notify_all()
         self._note_steps(slot, max(done - seen, 0))
 
     def _account_lost(self, slot: Slot, taken: int) -> None:
@@ -1022,13 +986,12 @@ class WorkerRun:
         done, lost = 0, taken
         if slot.state is not None:
             is_gone = any(map(self._cluster.membership.is_away, self._holders[slot.index]))
-            slot.busy_since = time.monotonic()
             limit = 0.0 if is_gone or self._gave_up_server else self._leases.limit
-            done, lost = slot.state.account_lost(
-                taken, slot.progress, limit, lambda: self._read_rows(self._beside(slot))
-            )
-            slot.busy_since = None
-        if not self._retries:
+            with slot.busy():
+                done, lost = slot.state.account_lost(
+                    taken, slot.progress, limit, lambda: self._read_rows(self._beside(slot))
+                )
+        if not self._batches.retries:
             slot.lost_steps += lost
         self._give_back(slot, taken, done, lost)
 
@@ -1038,18 +1001,20 @@ class WorkerRun:
         board = slot.state.row.board
         return [o for o, state in states if state.row is not None and state.row.board is board]
 
-    def _guarded(
-        self, slot: Slot, action: Callable[[], Any], is_opening: bool = False
-    ) -> tuple[Any] | None:
-        """Runs `action`; None if the worker was lost meanwhile, or has to be opened once more."""
-        slot.busy_since = time.monotonic()
-        try:
-            return (action(),)
-        except tf.errors.OpError as error:
-            self._diagnose(slot, error, is_opening)
-            return None
-        finally:
-            slot.busy_since = None
+    @contextlib.contextmanager
+    def _guarded(self, slot: Slot, is_opening: bool = False) -> Iterator[None]:
+        """Inside, a thread calls servers.
+
+        Raises:
+            _WorkerLost: if the worker was lost meanwhile, or has to be opened once more.
+        """
+        with slot.busy():
+            try:
+                yield
+                return
+            except tf.errors.OpError as error:
+                self._diagnose(slot, error, is_opening)
+        raise _WorkerLost
 
     def _diagnose(self, slot: Slot, error: tf.errors.OpError, is_opening: bool) -> None:
         """Returns if the worker is lost; else raises what really is wrong."""
@@ -1060,7 +1025,7 @@ class WorkerRun:
             found = self._second_look(slot, error, found)
         if found.cause is Cause.LOST_PS:
             raise lost_parameter_server(self._cluster, found.server) from error
-        if self._readers:
+        if self.readers:
             data_errors.check(error)
         is_cancelled = isinstance(error, tf.errors.CancelledError)
         if found.cause is Cause.USER and is_cancelled and self._may_be_cut_off(slot):
@@ -1104,11 +1069,6 @@ class WorkerRun:
         slot.has_kept = False  # It gets another one, whose errors and whose end are the data's.
         return True
 
-    def _join_anew(self, slot: Slot) -> None:
-        """Has a worker go on with another iterator over the same data."""
-        logging.info("worker:%d joins its data anew: its iterator has ended", slot.index)
-        self._open(slot)
-
     def _second_look(self, slot: Slot, error: tf.errors.OpError, found: Diagnosis) -> Diagnosis:
         """Whether a worker that can't be reached is gone: others may have what is lost with it.
 
@@ -1145,7 +1105,7 @@ class WorkerRun:
             self.fail(lost_parameter_server(self._cluster, server))
         if job == "worker" and is_news:
             self._count_loss()
-        for slot in self.slots if job == "worker" and self._recounts else []:
+        for slot in self.slots if job == "worker" and self._batches.recounts else []:
             # Of a worker that only fell silent, nothing counts as done from now on: where pushes
             # have tickets they have no effect, and else others may do its batch a second time.
             if slot.index == index and slot.state is not None:
@@ -1172,25 +1132,29 @@ class WorkerRun:
     def _count_loss(self) -> None:
         with self._changed:
             self._losses += Losses(workers=1)
-        if self._batches is not None and not self._is_reading:
+        if not self._is_reading:
             self._batches.tell_of_loss()
 
     def _readmit(self, slot: Slot) -> bool:
-        """Waits until a lost worker is back, and opens it; False when the pass is over."""
-        while True:
+        """Waits until a lost worker is back, and opens it; False when the pass is over.
+
+        Raises:
+            _WorkerLost: if it is lost once more.
+        """
+        are_back = False
+        while not are_back:
             with self._changed:
                 self._changed.wait(timeout=_RETRY_SECONDS)
                 if self._is_over():
                     return False
             # All of them, as each may take a while.
-            if any([self._is_missing(server) for server in self._needs(slot)]):
-                continue
-            with self._changed:
-                slot.lost = False
-                self._without_worker_since = None
-            if self._guarded(slot, lambda: self._open(slot), is_opening=True) is not None:
-                return True
-            self._count_lost(slot)
+            are_back = all([self._comebacks.is_back(server) for server in self._needs(slot)])
+        with self._changed:
+            slot.lost = False
+            self._without_worker_since = None
+        with self._guarded(slot, is_opening=True):
+            self._open(slot)
+        return True
 
     def _wait_for_answers(self, seconds: float) -> bool:
         with self._changed:
