@@ -101,7 +101,7 @@ class CallFollower:
     def _period(self) -> float:
         """Seconds between two looks at how far calls are."""
         first, last, share = _READ_SECONDS
-        last = min(last, self._leases.seconds)  # To read what many workers report costs more.
+        last = min(last, self.leases.seconds)  # To read what many workers report costs more.
         return min(last, max(first, share * (time.monotonic() - self._asked_at)))
 
     def _in_flight(self) -> list[Slot]:
