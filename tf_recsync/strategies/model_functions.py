@@ -8,7 +8,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -113,9 +113,9 @@ class Steps:
         self._model = model
         self._settings = settings
         self._variables = variables
-        self._functions: dict[Any, tuple[_Functions, Layout]] = {}
-        self._current: _Functions = {}  # Of those.
-        self._owners: dict[tuple[int, ...], str] = {}  # Who counts their steps.
+        self._functions: _Functions = {}
+        self._key: Hashable = None  # What they were traced for.
+        self._layouts: dict[tuple[int, ...], Layout] = {}  # By servers, as they are.
         self._calls_are_told = False  # To end, see `_teller_of`.
         self._boards = CallBoards(settings.cluster)
         self._unrolled: Callable[..., _Functions] | None = None  # Traces them with more steps.
@@ -129,8 +129,7 @@ class Steps:
         self._batches: PassBatches | None = None  # Of the pass that runs, or ran last.
         self._is_numbered = False  # Whether those that functions were traced for last have numbers.
         self._notes_events = False  # Whether these note what steps do when.
-        self._reader: PackedReader | None = None  # Of the workers' metrics, in this layout.
-        self._read_layout: Layout | None = None
+        self._reader: PackedReader | None = None  # Of the workers' metrics.
         self._initial: list[np.ndarray] = []  # Of what workers keep for themselves, in a pass.
         self._seeds = WorkerSeeds()
         self._steps_before = 0  # That the model had trained when the pass began.
@@ -325,13 +324,19 @@ class Steps:
 
     def worker_steps(self) -> list[int]:
         """The steps that each worker has finished in the pass that runs, or ran last."""
-        if self._run is None:
-            return [0] * self._settings.cluster.workers
         steps = [0] * self._settings.cluster.workers
-        for slot in self._run.slots:
-            # A worker's thread fills its slot when it has opened its iterator.
-            steps[slot.index] += 0 if slot.state is None else slot.known_steps
+        for slot, _ in self._states():
+            steps[slot.index] += slot.known_steps
         return steps
+
+    def _states(self) -> Iterator[tuple[Slot, WorkerState]]:
+        """The workers' threads that are open in the pass that runs, or ran last, and their
+        states."""
+        for slot in [] if self._run is None else self._run.slots:
+            # A worker's thread fills its slot when it has opened its iterator.
+            state = slot.state
+            if state is not None:
+                yield slot, state
 
     @property
     def run(self) -> WorkerRun | None:
@@ -359,19 +364,17 @@ class Steps:
     def data_wait(self) -> list[float]:
         """The seconds that each worker has waited for batches in all passes."""
         waited = list(self._waited)
-        for slot in [] if self._run is None else self._run.slots:
-            if slot.state is not None:
-                waited[slot.index] += 1e-6 * slot.state.waited / self.threads
+        for slot, state in self._states():
+            waited[slot.index] += 1e-6 * state.waited / self.threads
         return waited
 
     def steps_and_waits(self) -> list[tuple[int, float]]:
         """Of each worker, the steps that it had done in the pass that runs when it was last read,
         -1 if it never was, and the seconds that it had waited for their batches."""
         found = [(-1, 0.0)] * self._settings.cluster.workers
-        for slot in self._run.slots:
-            if slot.state is not None:
-                steps, waited = slot.state.counted_and_waited
-                found[slot.index] = steps, 1e-6 * waited
+        for slot, state in self._states():
+            steps, waited = state.counted_and_waited
+            found[slot.index] = steps, 1e-6 * waited
         return found
 
     @property
@@ -436,13 +439,8 @@ class Steps:
         completed = begin.epoch_batches
         if goes_back:
             completed, after = begin.batches - self._uncounted, None
-        steps_per_call = self._model.steps_per_execution
         layout = self._continue(iterator)
         metrics = len(self._merged_variables)
-        if layout is not self._read_layout:
-            variables = [v._value for v in self._merged_variables]
-            self._reader = PackedReader([step_counts.COUNTS, *variables], batches.done is not None)
-            self._read_layout = layout
         if is_anew:
             self._initial = initial_values(layout.private)
             if is_training:
@@ -451,14 +449,13 @@ class Steps:
         initial = self._initial
 
         def open_worker(slot: Slot):
-            before, iterator = slot.state, None
+            before, kept = slot.state, None
             if slot.kept_data == self._settings.cluster.membership.life(slot.worker):
-                iterator = before.hand_over()
-            kept = iterator
-            if iterator is None:
+                kept, before.iterator = before.iterator, None  # Nobody closes it with `before`.
+            if kept is None:
                 slot.kept_data = None
                 slot.has_kept = False
-                iterator = batches.iterator(slot)
+            iterator = batches.iterator(slot) if kept is None else kept
             private = self._seeds.values(layout.private, initial, slot.number, self._steps_before)
             try:
                 has_numbers = batches.done is not None
@@ -468,7 +465,7 @@ class Steps:
                 state = self._open(slot.index, before, iterator, private, row, log)
             except BaseException:
                 if kept is not None:
-                    before.take_back(kept)
+                    before.iterator = kept
                 raise
             slot.state = state  # From now on it is closed, whatever happens.
             # Has the servers build their parts of the graph, without taking a step, and shows
@@ -495,7 +492,7 @@ class Steps:
             self._settings.cluster,
             open_worker,
             call,
-            steps_per_call,
+            self._model.steps_per_execution,
             lambda: self._should_stop() or is_over(),
             self._settings.worker_timeout,
             self._settings.silence_timeout,
@@ -522,8 +519,7 @@ class Steps:
             self._uncounted = begin.batches - completed
             self._pass_batches = iterator.distributed.pass_batches
             if self.beginning is None:
-                own = dataclasses.replace(begin, passes=self._passes_before)
-                self.beginning = own
+                self.beginning = dataclasses.replace(begin, passes=self._passes_before)
         self._position = iterator.failed = None
         self._run.when_done(self._go_on)
         return self._run
@@ -545,8 +541,8 @@ class Steps:
 
     def forget_traced(self) -> None:
         """What functions refer to is made anew: they are traced again before they are used."""
-        self._functions, self._current, self._owners = {}, {}, {}
-        self._unrolled = None
+        self._key = self._unrolled = None
+        self._functions, self._layouts = {}, {}
 
     def _give_up(self) -> None:
         """An error goes to Keras, and to the user."""
@@ -573,7 +569,7 @@ class Steps:
         traced = making_functions(lambda: unrolled(most))
         for servers, functions in traced.items():
             # Workers' threads may have the ones of before in hand.
-            self._current[servers] = {**self._current[servers], **functions}
+            self._functions[servers] = {**self._functions[servers], **functions}
         run.end_calls()
 
     def _run_steps(self, slot: Slot, n: int) -> tuple[int, bool]:
@@ -643,10 +639,7 @@ class Steps:
     def _continue(self, iterator: DistributedIterator) -> Layout:
         """Makes ready to go on where the model stands; nobody may be in a step."""
         lengths = self._lengths(iterator)
-        self._current, layout = making_functions(
-            lambda: self._traced(iterator, tuple(sorted(lengths)))
-        )
-        return layout
+        return making_functions(lambda: self._make_functions(iterator, tuple(sorted(lengths))))
 
     def _lengths(self, iterator: DistributedIterator) -> set[int]:
         """How many steps the functions have that workers call, again and again."""
@@ -664,11 +657,12 @@ class Steps:
 
     def _functions_of(self, slot: Slot) -> dict[int, worker_functions.Repeated]:
         """The functions of a worker's thread, by their steps."""
-        return self._current[self._servers_of(slot)]
+        return self._functions[self._servers_of(slot)]
 
     def _owner_of(self, slot: Slot) -> str:
-        """The device that counts the steps of a worker's thread."""
-        return self._owners[self._servers_of(slot)]
+        """The device that counts the steps of a worker's thread; "" if none does."""
+        layout = self._layouts[self._servers_of(slot)]
+        return layout.owner if self.method == "train_step" else ""
 
     def _servers_of(self, slot: Slot) -> tuple[int, ...]:
         """The servers that the steps of a worker's thread name."""
@@ -683,15 +677,18 @@ class Steps:
         """All of these."""
         return [None]
 
-    def _traced(self, iterator, lengths) -> tuple[_Functions, Layout]:
-        """The functions of so many steps, and the layout, in which groups differ by devices."""
+    def _make_functions(self, iterator: DistributedIterator, lengths: Sequence[int]) -> Layout:
+        """Traces the functions of so many steps, unless they are there.
+
+        Returns:
+            The layout, in which groups differ by devices.
+        """
         compute_time, bandwidths = self._settings.compute_time(), self._settings.bandwidths()
         spec = iterator.distributed.element_spec
         self._is_numbered = iterator.distributed.is_numbered
         # More steps may be unrolled when somebody has begun to record, or has stopped.
         self._notes_events = self.is_recorded
-        is_training = self.method == "train_step"
-        limits = self._settings.speeds() if is_training else {}
+        limits = self._settings.speeds() if self.method == "train_step" else {}
         key = self._variables.trace_key(
             spec,
             bandwidths,
@@ -700,16 +697,17 @@ class Steps:
             tuple(limits.items()),
             (self._is_numbered, self._notes_events, self._most_per_call()),
         )
-        if key not in self._functions:
+        if key != self._key:
+            self._key = None
             self._step_logs = StepLogs(self._model, self.method, spec, self._logged)
             # Groups whose trainers hold their copies name the same devices.
             groups = {() if g is None else g.servers: g for g in self._groups()}
-            layouts: dict[tuple[int, ...], Layout] = {}
 
             @functools.cache
             def lookups() -> Lookups:
                 """The same for all groups, and however many steps are unrolled."""
-                return find_lookups(self._model, next(iter(layouts.values())), self.method, spec)
+                layout = next(iter(self._layouts.values()))
+                return find_lookups(self._model, layout, self.method, spec)
 
             def trace(*lengths: int) -> _Functions:
                 with links.limited(bandwidths), speeds.limited(limits):
@@ -718,30 +716,30 @@ class Steps:
                             n: self._trace(layout, spec, lookups(), n, compute_time)
                             for n in lengths
                         }
-                        for servers, layout in layouts.items()
+                        for servers, layout in self._layouts.items()
                     }
 
             def trace_all() -> _Functions:
                 logged = tuple(self._logged.variables.values())
-                layouts.update((s, self._variables.layout(g, logged)) for s, g in groups.items())
-                owners = {s: layout.owner if is_training else "" for s, layout in layouts.items()}
-                self._owners = owners
-                self._calls_are_told = all(map(self._teller_of, layouts.values()))
+                self._layouts = {s: self._variables.layout(g, logged) for s, g in groups.items()}
+                self._calls_are_told = all(map(self._teller_of, self._layouts.values()))
                 return trace(*lengths)
 
             began = time.monotonic()
             try:
-                traced = trace_all()
+                self._functions = trace_all()
             except NewLogged as found:  # Only a trace shows what steps return.
                 self._logged.add(found.names)
                 began = time.monotonic()
-                traced = trace_all()
-            self._functions = {key: (traced, next(iter(layouts.values())))}
+                self._functions = trace_all()
             self._trace_seconds = (time.monotonic() - began) / sum(lengths)
             # With lookups ahead, the number of unrolled steps is the user's choice.
             is_open = max(lengths) < self.most_unrolled and not self._settings.prefetch_lookups
             self._unrolled = trace if is_open else None
-        return self._functions[key]
+            variables = [variable._value for variable in self._merged_variables]
+            self._reader = PackedReader([step_counts.COUNTS, *variables], self._is_numbered)
+            self._key = key
+        return next(iter(self._layouts.values()))
 
     def _trace(
         self,
@@ -768,7 +766,6 @@ class Steps:
             self.method == "train_step" and self._settings.prefetch_lookups,
             self._step_logs,
             self.mode.hogwild,
-            teller,
             self._is_numbered,
             self._notes_events,
             reports,
@@ -782,7 +779,7 @@ class Steps:
         once = RemoteFunction(once, replaced)
         if most is not None and most < 2 * steps:
             return worker_functions.Repeated(once, None)
-        loop = worker_functions.trace_loop(body, specs, self.call_limit, teller, reports)
+        loop = worker_functions.trace_loop(body, specs, self.call_limit, reports)
         return worker_functions.Repeated(once, RemoteFunction(loop, replaced))
 
     def _replaced(self, layout: Layout) -> list[tf.Tensor]:
