@@ -117,7 +117,7 @@ def test_a_service_ends_with_the_last_iterator_of_its_dataset(model):
     before = services(model)
     registered = registered_dataset.register(cluster, dataset(2.0, 3), 0, 60.0)
     with cluster.dispatch_scope(), tf.device("/job:worker/task:0"):
-        iterator = registered.iterator(registered.new_job())
+        iterator = registered.iterator("some pass")
         del registered
         assert services(model) == before + 1
         assert [float(x[0, 0]) for x, _ in iterator] == [2.0] * 3

@@ -85,11 +85,7 @@ def without_assertions(dataset: tf.data.Dataset) -> tf.data.Dataset:
     found = _bypass(graph.node, [])
     for function in graph.library.function:
         found |= _bypass(function.node_def, [function.ret])
-    if not found:
-        return dataset
-    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
-    rebuilt = dataset_ops._VariantDataset(variant, dataset.element_spec)
-    return rebuilt.with_options(dataset.options())
+    return reshuffling.rebuilt(dataset, graph) if found else dataset
 
 
 def _may_assert(dataset: tf.data.Dataset) -> bool:

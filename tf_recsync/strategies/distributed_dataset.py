@@ -133,8 +133,7 @@ class DistributedDataset:
         self._registered: RegisteredDataset | None = None
         self._seen: int | None = None  # The steps of the first epoch, as Keras counts.
         self._shall_retry = retries
-        self._is_checked = False  # By `check_retries`.
-        self._is_position_checked = False
+        self._warned: set[str] = set()  # Of these, in words.
 
     @property
     def why_not_found_again(self) -> str:
@@ -232,22 +231,25 @@ class DistributedDataset:
 
     def check_retries(self) -> None:
         """Warns, once, if batches that are lost shall be done by others, and can't be."""
-        is_new, self._is_checked = not self._is_checked, True
-        if is_new and self._shall_retry and self.why_not_found_again:
-            logging.warning(
+        if self._shall_retry and self.why_not_found_again:
+            self._warn_once(
                 "Batches that are lost with a worker will not be trained on: %s.",
                 self.why_not_found_again,
             )
 
     def check_position(self) -> None:
         """Warns, once, if nobody can go on where training is, though the position is saved."""
-        is_new, self._is_position_checked = not self._is_position_checked, True
-        if is_new and not self.keeps_positions:
-            logging.warning(
+        if not self.keeps_positions:
+            self._warn_once(
                 "Checkpoints do not have the position in the data, and who goes on from one begins "
                 "the epoch anew: %s.",
                 self._why_no_position,
             )
+
+    def _warn_once(self, message: str, why: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logging.warning(message, why)
 
     @property
     def _why_no_position(self) -> str:
@@ -268,12 +270,9 @@ class DistributedDataset:
     @property
     def batches(self) -> int | None:
         """The batches of an epoch as the dataset tells, or None if it does not."""
-        if self._length is not None:
-            return self._length
-        if self._apart is not None:
-            return self._apart.num_batches
-        batches = int(self.dataset.cardinality())
-        return batches if batches >= 0 else None
+        # Where Keras knows no length, it does not know that of a pass either.
+        known = self._cardinality if self._length is None else self._length
+        return known if known >= 0 else None
 
     @property
     def pass_batches(self) -> float:
@@ -406,12 +405,7 @@ class DistributedDataset:
         return register(self._cluster, dataset, self.readers, self._reader_timeout)
 
     def _made(
-        self,
-        number: int,
-        prefix: int,
-        beyond: Ranges,
-        parts: int,
-        end: int | None = None,
+        self, number: int, prefix: int, beyond: Ranges, parts: int, end: int | None
     ) -> tf.data.Dataset:
         """What is to be registered."""
         dataset = self.dataset

@@ -6,6 +6,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -80,27 +81,23 @@ def end_forgotten_passes(cluster: Cluster, reader_timeout: float) -> None:
 
 def _ask_readers(cluster: Cluster, call: Callable[[], Any], reader_timeout: float) -> Any:
     """Calls the data service, with a limit: TensorFlow waits without one, and deaf to signals."""
-    found: list[tuple[Any, Exception | None]] = []
+    answer: futures.Future[Any] = futures.Future()
 
     def ask() -> None:
         try:
             with cluster.dispatch_scope():
-                found.append((call(), None))
+                answer.set_result(call())
         except Exception as error:  # Raised by the one who waits.
-            found.append((None, error))
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=ask, name="recsync_ask_readers", daemon=True)
-    thread.start()
-    thread.join(reader_timeout)
-    if not found:
+    threading.Thread(target=ask, name="recsync_ask_readers", daemon=True).start()
+    futures.wait([answer], reader_timeout)
+    if not answer.done():
         raise RuntimeError(
             f"reader:0 ({cluster.reader_service}) has not answered for {reader_timeout:.0f} s; "
             "start it again"
         )
-    ((result, error),) = found
-    if error is not None:
-        raise error
-    return result
+    return answer.result()
 
 
 def _register(
@@ -141,11 +138,6 @@ class RegisteredDataset:
         self._name = name
         self.element_spec = element_spec
 
-    def new_job(self) -> str:
-        """The name of a new pass over the dataset."""
-        # Readers may have served other coordinators.
-        return f"recsync_{uuid.uuid4().hex}"
-
     def is_known(self) -> bool:
         """Whether the service knows the dataset; one that was started again does not."""
         try:
@@ -160,7 +152,7 @@ class RegisteredDataset:
         """Joins a pass, to take what nobody has had; call it under the worker's device scope.
 
         Args:
-            job: the pass.
+            job: the pass, by its name.
         """
         joins = _joining(
             data_service_ops.HashableElementSpec(self.element_spec),
@@ -270,8 +262,5 @@ class Registrations:
 
 def _has_resources(dataset: tf.data.Dataset) -> bool:
     """Whether functions of a dataset use what may change, as a table: it is sent as it is then."""
-    for found in reshuffling.with_sources(dataset):
-        for function in found._functions():
-            if any(t.dtype == tf.resource for t in function.function.captured_inputs):
-                return True
-    return False
+    functions = (own for found in reshuffling.with_sources(dataset) for own in found._functions())
+    return any(t.dtype == tf.resource for own in functions for t in own.function.captured_inputs)

@@ -70,6 +70,13 @@ def described(dataset: tf.data.Dataset) -> graph_pb2.GraphDef:
         return graph_pb2.GraphDef.FromString(graph.numpy())
 
 
+def rebuilt(dataset: tf.data.Dataset, graph: graph_pb2.GraphDef) -> tf.data.Dataset:
+    """A dataset made of a description of another one that was changed."""
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+    made = dataset_ops._VariantDataset(variant, dataset.element_spec)
+    return made.with_options(dataset.options())
+
+
 def is_reshuffled(dataset: tf.data.Dataset) -> bool:
     """Whether a dataset's order depends on a seed and on the number of the pass."""
     for found in with_sources(dataset):
@@ -136,12 +143,10 @@ def in_pass(dataset: tf.data.Dataset, number: int) -> tf.data.Dataset:
     try:
         graph = described(dataset)
         _reseed(graph, number)
-        variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+        return rebuilt(dataset, graph)
     except (tf.errors.OpError, ValueError) as error:
         logging.warning("The dataset keeps its order in each epoch: %s", error)
         return dataset
-    rebuilt = dataset_ops._VariantDataset(variant, dataset.element_spec)
-    return rebuilt.with_options(dataset.options())
 
 
 def _reseed(graph: graph_pb2.GraphDef, number: int) -> None:

@@ -146,7 +146,7 @@ class TrainFunction(Steps):
         run = self._run
         if self._position is not None or run is None:
             return self._position or DataPosition()  # Nothing of the pass was trained on.
-        self._batches.tell_of_position()
+        self._batches.distributed.check_position()
         done, steps = self._batches.done, run.completed
         if done is None:
             batches, beyond = self._uncounted + steps, ()

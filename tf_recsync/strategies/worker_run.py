@@ -119,7 +119,7 @@ class WorkerRun:
         is_another: bool = False,
     ):
         self._batches = batches
-        self._readers = 0 if batches is None else batches.readers
+        self._readers = 0 if batches is None else batches.data.readers
         self._retries = batches is not None and batches.retries
         self._recounts = batches is not None and batches.recounts
         self._read = read
@@ -1170,7 +1170,7 @@ class WorkerRun:
         with self._changed:
             self._losses += Losses(workers=1)
         if self._batches is not None and not self._is_reading:
-            self._batches.tell_of_loss()
+            self._batches.distributed.check_retries()
 
     def _readmit(self, slot: Slot) -> bool:
         """Waits until a lost worker is back, and opens it; False when the pass is over."""
