@@ -191,10 +191,10 @@ def test_readers_run_what_was_predicted_with_before_and_none_of_predictions(two_
             data,
             start_predict=None,
             steps_per_epoch=None,
-            length=None,
+            known_length=None,
             first=10 if here else None,
             registrations=registrations,
-            retries=True,
+            shall_retry=True,
         )
         registered, _ = distributed.shared()
         assert registered.readers == (0 if here else 2)

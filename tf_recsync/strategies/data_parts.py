@@ -41,7 +41,7 @@ _BESIDE = {"RandomDataset", "RandomDatasetV2", "TensorDataset"}
 _DRAWS = re.compile(r"Random\w*|\w*TruncatedNormal|Multinomial|Stateful\w+|(Eager)?PyFunc")
 # What makes several elements of one, which are of a source then.
 _OPENING = re.compile(r"FlatMap|Interleave|Unbatch")
-_INDEX = "recsync_index"
+_PARTS, _INDEX = "recsync_parts", "recsync_index"  # What a part is made of besides.
 _DATASET = re.compile(r"\w+Dataset(V\d+)?")
 
 
@@ -164,20 +164,17 @@ def _parts_of(dataset: tf.data.Dataset, parts: int) -> Callable[[tf.Tensor], tf.
     for node in graph.node:
         for place, name in enumerate(node.input):
             node.input[place] = shards.get(name, name)
-    for name, value in (("recsync_parts", parts), (_INDEX, 0)):
-        constant = graph.node.add(op="Const", name=name)
-        constant.attr["dtype"].type = tf.int64.as_datatype_enum
-        constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(np.int64(value)))
     for node in divided:
         shard = graph.node.add(op="ShardDataset", name=shards[node.name])
-        shard.input.extend([node.name, "recsync_parts", _INDEX])
+        shard.input.extend([node.name, _PARTS, _INDEX])
         shard.attr["output_types"].CopyFrom(node.attr[_DIVIDED[node.op]])
         shard.attr["output_shapes"].CopyFrom(node.attr["output_shapes"])
         shard.attr["require_non_empty"].b = False
 
     def part(index: tf.Tensor) -> tf.data.Dataset:
+        inputs = {_PARTS: tf.constant(parts, tf.int64), _INDEX: index}
         (variant,) = tf.graph_util.import_graph_def(
-            graph, {_INDEX: index}, [f"{shards.get(output, output)}:0"], name=""
+            graph, inputs, [f"{shards.get(output, output)}:0"], name=""
         )
         return dataset_ops._VariantDataset(variant, dataset.element_spec)
 

@@ -101,12 +101,9 @@ class Extended(tf.distribute.StrategyExtended):
             variable.guard = self._guard
             return variable
 
-    def _call_for_each_replica(self, fn, args, kwargs):
-        with tf.distribute.ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):
-            return fn(*args, **kwargs)
-
     def call_for_each_replica(self, fn, args=(), kwargs=None):
-        return self._call_for_each_replica(fn, args, kwargs or {})
+        with tf.distribute.ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):
+            return fn(*args, **(kwargs or {}))
 
     def _use_merge_call(self) -> bool:
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import uuid
 import weakref
@@ -114,34 +115,33 @@ def _register(
     return RegisteredDataset(address, name, dataset.element_spec, cluster.workers, readers)
 
 
+@dataclasses.dataclass(eq=False)
 class RegisteredDataset:
     """A dataset in the service; each pass over it is a job that workers share.
 
     Attributes:
+        address: of the service, as workers reach it.
+        name: the dataset's in the service.
+        element_spec: of its batches.
+        workers: how many share a pass.
         readers: in how many readers it runs; 0: in the coordinator's process.
         service: in this process, which lives as long as this; None if it is the readers'.
     """
 
+    address: str
+    name: str
+    element_spec: Any
+    workers: int
+    readers: int
     service: DataService | None = None
 
-    def __init__(
-        self,
-        address: str,
-        name: str,
-        element_spec: Any,
-        workers: int,
-        readers: int,
-    ):
-        self.readers = readers
-        self._workers = workers
-        self._address = address.removeprefix("grpc://")
-        self._name = name
-        self.element_spec = element_spec
+    def __post_init__(self):
+        self.address = self.address.removeprefix("grpc://")
 
     def is_known(self) -> bool:
         """Whether the service knows the dataset; one that was started again does not."""
         try:
-            _pywrap_server_lib.TF_DATA_GetDataServiceMetadataByID(self._name, self._address, "grpc")
+            _pywrap_server_lib.TF_DATA_GetDataServiceMetadataByID(self.name, self.address, "grpc")
         except RuntimeError as error:
             if "not found" not in str(error):
                 raise
@@ -160,11 +160,11 @@ class RegisteredDataset:
             self.readers > 1,
             # Two requests overtake each other now and then; a single worker
             # shall see the order of the data, and can do with one.
-            1 if self._workers == 1 and self.readers < 2 else 2,
+            1 if self.workers == 1 and self.readers < 2 else 2,
         )
         # Sent anew each time: TensorFlow takes a tensor that it has once sent to a worker for
         # sent, also if the connection broke meanwhile.
-        names = on_worker(np.array([self._address, self._name, job], object))
+        names = on_worker(np.array([self.address, self.name, job], object))
         # Others may go on with another dataset meanwhile, and without its service it would wait for
         # ever.
         return PassIterator(joins(names), self.element_spec, kept=self)
