@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -118,7 +117,7 @@ class DistributedDataset:
         self.readers = 0 if is_here or self.apart is not None else self.cluster.readers
         self.dataset = self.whole if self.first is None else self.whole.take(self.first)
         self._registered: RegisteredDataset | None = None
-        self._seen: int | None = None  # The steps of the first epoch, as Keras counts.
+        self._seen = float("inf")  # The steps of the first epoch, as Keras counts.
         self._warned: set[str] = set()  # Of these, in words.
 
     @property
@@ -254,11 +253,10 @@ class DistributedDataset:
         return self.steps_per_epoch is not None and is_open
 
     @property
-    def batches(self) -> int | None:
-        """The batches of an epoch as the dataset tells, or None if it does not."""
+    def batches(self) -> float:
+        """The batches of an epoch as the dataset tells, infinite if it does not."""
         # Where Keras knows no length, it does not know that of a pass either.
-        known = self._cardinality if self.known_length is None else self.known_length
-        return known if known >= 0 else None
+        return self.known_batches if self.known_length is None else self.known_length
 
     @property
     def pass_batches(self) -> float:
@@ -279,22 +277,22 @@ class DistributedDataset:
         return self.known_batches if parts == 1 else float("inf")
 
     @property
-    def length(self) -> int | None:
-        """The steps of an epoch, or None if only its end will tell."""
+    def length(self) -> float:
+        """The steps of an epoch, infinite if only its end will tell."""
         # Each reader may end with a batch that is not full, and what a worker makes may
         # depend on the epoch.
         if (self.readers > 1 or self.apart is not None) and self.steps_per_epoch is None:
-            return None
+            return float("inf")
         return self.batches
 
     @property
-    def expected(self) -> int | None:
-        """The steps of an epoch that Keras asks for, or None if it leaves that to the data."""
-        return self._seen if self.batches is None else self.batches
+    def expected(self) -> float:
+        """The steps of an epoch that Keras asks for, infinite if it leaves that to the data."""
+        return self._seen if self.batches == float("inf") else self.batches
 
     def ended(self, steps: int) -> None:
         """The data ended when Keras had asked for so many steps: it won't ask for more again."""
-        if self._seen is None:
+        if self._seen == float("inf"):
             self._seen = steps
 
     def reachable(self, position: DataPosition, slots: int) -> DataPosition:
@@ -324,7 +322,7 @@ class DistributedDataset:
                 "batches as that has; use repeat"
             )
         elif position.parts == 1 and position.epoch_batches > (
-            self.steps_per_epoch or self.batches or sys.maxsize
+            self.steps_per_epoch or self.batches or float("inf")
         ):
             why = f"{position.epoch_batches} of its steps were done, and now it has fewer"
         if why:

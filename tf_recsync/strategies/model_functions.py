@@ -402,17 +402,13 @@ class Steps:
         self._refreshed = 0.0  # The first call shows nothing of the epoch before.
         counted = iterator.counted - iterator.asked  # Before this epoch.
         self._target, iterator.asked = done + iterator.asked, 0
-        length = iterator.distributed.length
+        data = iterator.distributed
         self._epoch_began = done
-        self._epoch_end = done + length if length is not None else float("inf")
-        batches, expected = iterator.distributed.batches, iterator.distributed.expected
+        self._epoch_end = done + data.length
         # The data may end within an epoch. Keras ends it when it has counted as many steps as they
         # have batches, and begins a pass.
-        known = iterator.distributed.known_batches
-        left = known - self._uncounted - done
-        self._epoch_batches = left if batches is None else min(batches, left)
-        left = known - counted
-        self._expected = done + (left if expected is None else min(expected, left))
+        self._epoch_batches = min(data.batches, data.known_batches - self._uncounted - done)
+        self._expected = done + min(data.expected, data.known_batches - counted)
         for slot in run.slots:
             if slot.state is not None:
                 slot.state.reset_metrics = True
@@ -531,8 +527,7 @@ class Steps:
 
     def _goes_on(self, error: BaseException, iterator: Any) -> bool:
         """Whether a call of Keras that has failed is done once more, as what was lost is there."""
-        del error, iterator
-        return False
+        raise NotImplementedError
 
     def _can_recover(self) -> bool:
         """Whether another pass takes over from one that fails, with the batches that workers
@@ -863,11 +858,8 @@ class Steps:
                 applied.update(reading.applied)
         return applied
 
-    def _read_worker(self, slot: Slot, batches: PassBatches) -> bool:
+    def _read_worker(self, slot: Slot, batches: PassBatches) -> None:
         """Reads a worker's metrics, and which batches it has done.
-
-        Returns:
-            Whether that counts: what a worker says that was given up does not.
 
         Raises:
             tf.errors.OpError: if it is lost.
@@ -875,8 +867,13 @@ class Steps:
         # A worker's thread may be late with what it has read, and another epoch or pass have begun
         # meanwhile, to which that does not belong.
         state = slot.state
+        steps = state.steps
         answer = self._reader.read(state.asked(len(self._merged_variables), slot.device))
-        return self._take(slot, state, batches, answer, is_report=False)
+        counts = self._take(slot, state, batches, answer, is_report=False)
+        # What a worker says that was given up does not count. Of batches without numbers, those of
+        # the steps until then are done.
+        if counts and batches.are_noted and batches.done is None:
+            slot.noted = steps
 
     def _take(
         self, slot: Slot, state: WorkerState, batches: PassBatches, answer: Answer, is_report: bool
@@ -933,13 +930,6 @@ class TestFunction(Steps):
         if batches.are_noted and (ended or now - slot.read_at > self._refresh_seconds):
             self._read_worker(slot, batches)
             slot.read_at = now
-
-    def _read_worker(self, slot: Slot, batches: PassBatches) -> bool:
-        steps = slot.state.steps
-        counts = super()._read_worker(slot, batches)
-        if counts and batches.are_noted and batches.done is None:
-            slot.noted = steps
-        return counts
 
     def _end_pass(self, run: WorkerRun) -> None:
         # Who has no steps any more reads nothing by itself.

@@ -369,10 +369,10 @@ class TrainFunction(Steps):
     def _note_sync(self, group: int, seconds: float, shard: int) -> None:
         self.recordings.add_sync(self._arrangement.groups[group].trainers[0], seconds, shard)
 
-    def _read_worker(self, slot: Slot, batches: PassBatches) -> bool:
+    def _read_worker(self, slot: Slot, batches: PassBatches) -> None:
         if self.is_recorded:
             self._take_events(slot, slot.state)
-        return super()._read_worker(slot, batches)
+        super()._read_worker(slot, batches)
 
     # The groups, and what keeps them together.
 
