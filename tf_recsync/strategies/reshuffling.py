@@ -156,7 +156,7 @@ def _reseed(graph: graph_pb2.GraphDef, number: int) -> None:
         if node.op not in _SEEDS or not any(node.attr[name].b for name in _EACH_PASS):
             continue
         places, count = _SEEDS[node.op]
-        seeds = [_value(by_name[node.input[place]]) for place in places]
+        seeds = [value_of(by_name[node.input[place]]) for place in places]
         if not any(seeds):
             continue
         entropy = [seed % 2**64 for seed in seeds]
@@ -176,8 +176,9 @@ def _reseed(graph: graph_pb2.GraphDef, number: int) -> None:
 def _is_zero(constant: node_def_pb2.NodeDef) -> bool:
     tensor = constant.attr["value"].tensor
     is_number = tensor.dtype == tf.int64.as_datatype_enum and not tensor.tensor_shape.dim
-    return is_number and _value(constant) == 0
+    return is_number and value_of(constant) == 0
 
 
-def _value(constant: node_def_pb2.NodeDef) -> int:
+def value_of(constant: node_def_pb2.NodeDef) -> int:
+    """The number that a constant has."""
     return int(tf.make_ndarray(constant.attr["value"].tensor))
