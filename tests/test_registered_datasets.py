@@ -115,7 +115,7 @@ def test_a_service_ends_with_the_last_iterator_of_its_dataset(model):
     """Though the pass goes on with another one, as with what was lost of this one."""
     cluster = model.distribute_strategy.cluster
     before = services(model)
-    registered = registered_dataset.register(cluster, dataset(2.0, 3), 0, 60.0)
+    registered = registered_dataset.Registrations(cluster, 60.0).register(dataset(2.0, 3), 0)
     with cluster.dispatch_scope(), tf.device("/job:worker/task:0"):
         iterator = registered.iterator("some pass")
         del registered

@@ -15,7 +15,6 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster
 from tf_recsync.cluster.making_functions import making_functions
 from tf_recsync.strategies import data_parts, reshuffling
 from tf_recsync.strategies.data_lengths import cardinality_of
@@ -23,12 +22,7 @@ from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.done_batches import DoneBatches, Ranges, rest_of
 from tf_recsync.strategies.pass_batches import PassBatches
 from tf_recsync.strategies.pass_iterator import empty_batch
-from tf_recsync.strategies.registered_dataset import (
-    RegisteredDataset,
-    Registrations,
-    end_forgotten_passes,
-    register,
-)
+from tf_recsync.strategies.registered_dataset import RegisteredDataset, Registrations
 from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
 
@@ -66,7 +60,7 @@ class DistributedDataset:
     """What a strategy makes of a user's dataset: its batches, one worker each.
 
     Attributes:
-        cluster: the workers, and where the input pipeline runs.
+        registrations: what is registered already, for other calls, and where it is.
         whole: a batched tf.data.Dataset.
         start_predict: starts the workers on an iterator whose items are
             predictions; None if the dataset is trained or evaluated on.
@@ -75,11 +69,9 @@ class DistributedDataset:
         batch_size: the examples of a batch where they are known, or None.
         first: how many of the dataset's batches count, its first ones; None: all of them. Only the
             coordinator can give the first ones, as it gives all in order with `start_predict`.
-        reader_timeout: seconds to wait for the first reader.
         apart: the datasets that workers make, of which `whole` is the first; None if there is one
             for all.
         passes: counts the passes over datasets that are shuffled anew in each.
-        registrations: what is registered already, for other calls.
         is_over: whether the call that it was made for has ended.
         is_validation: whether `fit` evaluates on it.
         shall_retry: whether batches that are lost with a worker are done by others, if they can be
@@ -93,17 +85,15 @@ class DistributedDataset:
         dataset: the batches of it that count.
     """
 
-    cluster: Cluster
+    registrations: Registrations
     whole: tf.data.Dataset
     start_predict: Callable[[DistributedIterator], WorkerRun] | None
     steps_per_epoch: int | None
     known_length: int | None
     batch_size: int | None = None
     first: int | None = None
-    reader_timeout: float = 60.0
     apart: WorkerDatasets | None = None
     passes: reshuffling.Passes = dataclasses.field(default_factory=reshuffling.Passes)
-    registrations: Registrations = dataclasses.field(default_factory=Registrations)
     is_over: Callable[[], bool] = lambda: False
     is_validation: bool = False
     shall_retry: bool = False
@@ -114,7 +104,8 @@ class DistributedDataset:
 
     def __post_init__(self):
         is_here = self.first is not None or self.start_predict is not None
-        self.readers = 0 if is_here or self.apart is not None else self.cluster.readers
+        cluster = self.registrations.cluster
+        self.readers = 0 if is_here or self.apart is not None else cluster.readers
         self.dataset = self.whole if self.first is None else self.whole.take(self.first)
         self._registered: RegisteredDataset | None = None
         self._seen = float("inf")  # The steps of the first epoch, as Keras counts.
@@ -354,15 +345,13 @@ class DistributedDataset:
         if self.apart is not None:
             return self.apart, number
         if self.readers:
-            end_forgotten_passes(self.cluster, self.reader_timeout)
+            self.registrations.end_forgotten_passes()
         parts = self.parts_at(position)
         if position.batches or reshuffling.is_reshuffled(self.dataset):
             return self._register(number, position.prefix, position.done, parts), number
         if self._registered is None:
             kind = (self.is_numbered, self.readers, self.first)
-            self._registered = self.registrations.find(
-                self.cluster, self.whole, kind, self.reader_timeout
-            )
+            self._registered = self.registrations.find(self.whole, kind)
             if self._registered is None:
                 self._registered = self._register(number, 0, (), parts)
                 self.registrations.add(self.whole, kind, self._registered)
@@ -387,7 +376,7 @@ class DistributedDataset:
     ) -> RegisteredDataset:
         # Another thread may take in a server, as one that was lost with some of the batches.
         dataset = making_functions(lambda: self._made(number, prefix, beyond, parts, end))
-        return register(self.cluster, dataset, self.readers, self.reader_timeout)
+        return self.registrations.register(dataset, self.readers)
 
     def _made(
         self, number: int, prefix: int, beyond: Ranges, parts: int, end: int | None

@@ -107,7 +107,7 @@ class FitStrategy(tf.distribute.Strategy):
         self._bandwidths: dict[str, float] = {}  # By the server's device, artificial.
         self._speeds: dict[str, float] = {}  # By the device, artificial.
         self._passes = reshuffling.Passes()
-        self._registrations = Registrations()
+        self._registrations = Registrations(cluster, limit)
         self._has_warned_of_threads = False
         self.renewals = 0  # How often variables were made anew, whose old handles nobody may use.
         self._settings = model_functions.Settings(
@@ -229,17 +229,15 @@ class FitStrategy(tf.distribute.Strategy):
         batch = self._batch_size(dataset, caller.batch_size) if verb == "fit" else None
         start_predict = caller.model.predict_function.start if verb == "predict" else None
         found = DistributedDataset(
-            self._cluster,
+            self._registrations,
             dataset,
             start_predict,
             steps,
             caller.length,
             batch,
             first,
-            self._settings.silence_timeout,
             apart,
             self._passes,
-            self._registrations,
             caller.is_over,
             caller.verb == "validate",
             verb != "fit" or self._settings.on_batch_lost == "retry",

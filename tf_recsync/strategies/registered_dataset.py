@@ -30,91 +30,6 @@ _MOST_KEPT = 8  # Datasets, and kinds of each; each has threads of its own in th
 Kind = tuple[bool, int, int | None]
 
 
-def register(
-    cluster: Cluster,
-    dataset: tf.data.Dataset,
-    readers: int,
-    reader_timeout: float,
-) -> RegisteredDataset:
-    """Registers a dataset with a cluster's data service, which then runs its pipeline.
-
-    Args:
-        cluster: the cluster.
-        dataset: batches.
-        readers: in how many readers it runs; 0: in this process.
-        reader_timeout: seconds to wait for the first reader.
-
-    Raises:
-        RuntimeError: if the first reader does not answer.
-    """
-    if readers == 0:
-        # A service keeps what was registered, and with it arrays, for as long as it lives.
-        service = cluster.data_services.new()
-        registered = _register(cluster, dataset, service.own_address, service.address, 0)
-        registered.service = service
-        return registered
-    address = cluster.reader_service
-    return _ask_readers(
-        cluster,
-        lambda: _register(cluster, dataset, address, address, readers),
-        reader_timeout,
-    )
-
-
-def end_forgotten_passes(cluster: Cluster, reader_timeout: float) -> None:
-    """Ends passes over data that readers no longer know, before another one begins.
-
-    A service that was started again gives its numbers anew, and the iterators of an earlier pass
-    would take the batches of the next one that has its numbers.
-
-    Args:
-        cluster: the cluster.
-        reader_timeout: seconds to wait for the first reader.
-
-    Raises:
-        RuntimeError: if the first reader does not answer.
-    """
-    for run in [run for run in cluster.passes() if run.readers and run.is_open]:
-        if not _ask_readers(cluster, run.data.is_known, reader_timeout):
-            run.fail(data_errors.forgotten())
-            run.stop()
-
-
-def _ask_readers(cluster: Cluster, call: Callable[[], Any], reader_timeout: float) -> Any:
-    """Calls the data service, with a limit: TensorFlow waits without one, and deaf to signals."""
-    answer: futures.Future[Any] = futures.Future()
-
-    def ask() -> None:
-        try:
-            with cluster.dispatch_scope():
-                answer.set_result(call())
-        except Exception as error:  # Raised by the one who waits.
-            answer.set_exception(error)
-
-    threading.Thread(target=ask, name="recsync_ask_readers", daemon=True).start()
-    futures.wait([answer], reader_timeout)
-    if not answer.done():
-        raise RuntimeError(
-            f"reader:0 ({cluster.reader_service}) has not answered for {reader_timeout:.0f} s; "
-            "start it again"
-        )
-    return answer.result()
-
-
-def _register(
-    cluster: Cluster, dataset: tf.data.Dataset, own_address: str, address: str, readers: int
-) -> RegisteredDataset:
-    """Registers with the service, which this process and workers reach by these addresses."""
-    # The servers' names mean nothing to the service: pin nothing.
-    with tf.device("/CPU:0"):
-        # By a name of our own: a service that was started again would give a number anew.
-        name = f"recsync_{uuid.uuid4().hex}"
-        tf.data.experimental.service.register_dataset(
-            own_address, dataset, compression=None, dataset_id=name
-        )
-    return RegisteredDataset(address, name, dataset.element_spec, cluster.workers, readers)
-
-
 @dataclasses.dataclass(eq=False)
 class RegisteredDataset:
     """A dataset in the service; each pass over it is a job that workers share.
@@ -207,16 +122,25 @@ def _joining(
 
 
 class Registrations:
-    """What is registered of datasets, for later calls that use the same ones.
+    """Registers datasets with a cluster's data service, which then runs their pipelines.
 
     To register a dataset anew takes memory which TensorFlow does not give back: each operation that
     makes a part of it has a name of its own, and stays in a cache. Of those that were used last a
-    few are kept, as long as the user has them.
+    few are kept for later calls that use the same ones, as long as the user has them.
 
-    Thread-safe.
+    Thread-safe. What calls readers raises a RuntimeError if the first one does not answer.
+
+    Args:
+        cluster: the cluster.
+        reader_timeout: seconds to wait for the first reader.
+
+    Attributes:
+        cluster: as above.
     """
 
-    def __init__(self):
+    def __init__(self, cluster: Cluster, reader_timeout: float):
+        self.cluster = cluster
+        self._reader_timeout = reader_timeout
         self._lock = threading.Lock()
         # By the dataset, and by the kind, those used last at the end. No callback of ours: it
         # might run while this thread has the lock. Guarded by _lock.
@@ -224,19 +148,73 @@ class Registrations:
             weakref.WeakKeyDictionary()
         )
 
-    def find(
-        self, cluster: Cluster, dataset: tf.data.Dataset, kind: Kind, reader_timeout: float
-    ) -> RegisteredDataset | None:
+    def register(self, dataset: tf.data.Dataset, readers: int) -> RegisteredDataset:
+        """Registers a dataset.
+
+        Args:
+            dataset: batches.
+            readers: in how many readers it runs; 0: in this process.
+        """
+        if readers == 0:
+            # A service keeps what was registered, and with it arrays, for as long as it lives.
+            service = self.cluster.data_services.new()
+            registered = self._register(dataset, service.own_address, service.address, 0)
+            registered.service = service
+            return registered
+        address = self.cluster.reader_service
+        return self._ask_readers(lambda: self._register(dataset, address, address, readers))
+
+    def _register(
+        self, dataset: tf.data.Dataset, own_address: str, address: str, readers: int
+    ) -> RegisteredDataset:
+        """Registers with the service, which this process and workers reach by these addresses."""
+        # The servers' names mean nothing to the service: pin nothing.
+        with tf.device("/CPU:0"):
+            # By a name of our own: a service that was started again would give a number anew.
+            name = f"recsync_{uuid.uuid4().hex}"
+            tf.data.experimental.service.register_dataset(
+                own_address, dataset, compression=None, dataset_id=name
+            )
+        return RegisteredDataset(address, name, dataset.element_spec, self.cluster.workers, readers)
+
+    def end_forgotten_passes(self) -> None:
+        """Ends passes over data that readers no longer know, before another one begins.
+
+        A service that was started again gives its numbers anew, and the iterators of an earlier
+        pass would take the batches of the next one that has its numbers.
+        """
+        for run in [run for run in self.cluster.passes() if run.readers and run.is_open]:
+            if not self._ask_readers(run.data.is_known):
+                run.fail(data_errors.forgotten())
+                run.stop()
+
+    def _ask_readers(self, call: Callable[[], Any]) -> Any:
+        """Calls the data service, with a limit: TensorFlow waits without one, and deaf to
+        signals."""
+        answer: futures.Future[Any] = futures.Future()
+
+        def ask() -> None:
+            try:
+                with self.cluster.dispatch_scope():
+                    answer.set_result(call())
+            except Exception as error:  # Raised by the one who waits.
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="recsync_ask_readers", daemon=True).start()
+        futures.wait([answer], self._reader_timeout)
+        if not answer.done():
+            raise RuntimeError(
+                f"reader:0 ({self.cluster.reader_service}) has not answered for "
+                f"{self._reader_timeout:.0f} s; start it again"
+            )
+        return answer.result()
+
+    def find(self, dataset: tf.data.Dataset, kind: Kind) -> RegisteredDataset | None:
         """What is registered of a dataset; None if nothing is, or its service has forgotten it.
 
         Args:
-            cluster: the cluster.
             dataset: the user's.
             kind: what `add` was told.
-            reader_timeout: seconds to wait for the first reader.
-
-        Raises:
-            RuntimeError: if the first reader does not answer.
         """
         with self._lock:
             registered = self._kept.get(dataset, {}).get(kind)
@@ -245,11 +223,11 @@ class Registrations:
             kinds = self._kept.pop(dataset)
             kinds[kind] = kinds.pop(kind)
             self._kept[dataset] = kinds
-        if registered.readers and not _ask_readers(cluster, registered.is_known, reader_timeout):
+        if registered.readers and not self._ask_readers(registered.is_known):
             return None
         return registered
 
-    def add(self, dataset: tf.data.Dataset, kind: Kind, registered: RegisteredDataset):
+    def add(self, dataset: tf.data.Dataset, kind: Kind, registered: RegisteredDataset) -> None:
         """Keeps what is registered of a dataset, unless it might be another one the next time."""
         if _has_resources(dataset):
             return
