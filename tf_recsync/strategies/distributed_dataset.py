@@ -60,7 +60,7 @@ class DistributedDataset:
     """What a strategy makes of a user's dataset: its batches, one worker each.
 
     Attributes:
-        registrations: what is registered already, for other calls, and where it is.
+        registrations: what is registered already, for other calls, and where; it counts passes.
         whole: a batched tf.data.Dataset.
         start_predict: starts the workers on an iterator whose items are
             predictions; None if the dataset is trained or evaluated on.
@@ -71,7 +71,6 @@ class DistributedDataset:
             coordinator can give the first ones, as it gives all in order with `start_predict`.
         apart: the datasets that workers make, of which `whole` is the first; None if there is one
             for all.
-        passes: counts the passes over datasets that are shuffled anew in each.
         is_over: whether the call that it was made for has ended.
         is_validation: whether `fit` evaluates on it.
         shall_retry: whether batches that are lost with a worker are done by others, if they can be
@@ -93,7 +92,6 @@ class DistributedDataset:
     batch_size: int | None = None
     first: int | None = None
     apart: WorkerDatasets | None = None
-    passes: reshuffling.Passes = dataclasses.field(default_factory=reshuffling.Passes)
     is_over: Callable[[], bool] = lambda: False
     is_validation: bool = False
     shall_retry: bool = False
@@ -340,7 +338,8 @@ class DistributedDataset:
             position: where it begins, if that is not the beginning; see `reachable`.
         """
         given = self.whole if self.given is None else self.given
-        number = self.passes.next(given, None if position is None else position.passes)
+        before = None if position is None else position.passes
+        number = self.registrations.next_pass(given, before)
         position = position or DataPosition()
         if self.apart is not None:
             return self.apart, number

@@ -25,7 +25,6 @@ from tf_recsync.embedding.keys import KeyCounts, counts_of_tables
 from tf_recsync.strategies import (
     checks,
     model_functions,
-    reshuffling,
     train_function,
     watched_calls,
     worker_functions,
@@ -106,7 +105,6 @@ class FitStrategy(tf.distribute.Strategy):
         self._compute_time: worker_functions.ComputeTime | None = None
         self._bandwidths: dict[str, float] = {}  # By the server's device, artificial.
         self._speeds: dict[str, float] = {}  # By the device, artificial.
-        self._passes = reshuffling.Passes()
         self._registrations = Registrations(cluster, limit)
         self._has_warned_of_threads = False
         self.renewals = 0  # How often variables were made anew, whose old handles nobody may use.
@@ -237,7 +235,6 @@ class FitStrategy(tf.distribute.Strategy):
             batch,
             first,
             apart,
-            self._passes,
             caller.is_over,
             caller.verb == "validate",
             verb != "fit" or self._settings.on_batch_lost == "retry",

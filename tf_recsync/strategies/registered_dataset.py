@@ -122,7 +122,8 @@ def _joining(
 
 
 class Registrations:
-    """Registers datasets with a cluster's data service, which then runs their pipelines.
+    """Registers datasets with a cluster's data service, which then runs their pipelines, and counts
+    the passes over them.
 
     To register a dataset anew takes memory which TensorFlow does not give back: each operation that
     makes a part of it has a name of its own, and stays in a cache. Of those that were used last a
@@ -147,6 +148,21 @@ class Registrations:
         self._kept: weakref.WeakKeyDictionary[tf.data.Dataset, dict[Kind, RegisteredDataset]] = (
             weakref.WeakKeyDictionary()
         )
+        # Passes over datasets; as long as somebody has these.
+        self._passes: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
+
+    def next_pass(self, dataset: tf.data.Dataset, number: int | None = None) -> int:
+        """How many passes over a dataset there were before this one.
+
+        Args:
+            dataset: the user's.
+            number: how many there were, if this one goes on with one of them; None: it is new.
+        """
+        with self._lock:
+            if number is None:
+                number = self._passes.get(dataset, 0)
+            self._passes[dataset] = number + 1
+            return number
 
     def register(self, dataset: tf.data.Dataset, readers: int) -> RegisteredDataset:
         """Registers a dataset.

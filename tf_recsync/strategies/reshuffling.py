@@ -7,7 +7,6 @@ first.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -29,25 +28,6 @@ _SEEDS_ALONE = {op: places for op, (places, _) in _SEEDS.items()} | {
     "ShuffleDataset": (2, 3),
 }
 _EACH_PASS = ("reshuffle_each_iteration", "rerandomize_each_iteration")
-
-
-class Passes:
-    """Counts the passes over datasets; as long as somebody has them."""
-
-    def __init__(self):
-        self._counts: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
-
-    def next(self, dataset: tf.data.Dataset, number: int | None = None) -> int:
-        """How many passes over a dataset there were before this one.
-
-        Args:
-            dataset: the dataset.
-            number: how many there were, if this one goes on with one of them; None: it is new.
-        """
-        if number is None:
-            number = self._counts.get(dataset, 0)
-        self._counts[dataset] = number + 1
-        return number
 
 
 def with_sources(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:

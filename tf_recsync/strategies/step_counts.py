@@ -123,21 +123,21 @@ class Reports:
 
     def send(
         self,
+        told: tf.Tensor,
         count: tf.Tensor,
         row: tf.Tensor,
         log: tf.Tensor,
-        handles: Sequence[tf.Tensor],
-        told: tf.Tensor,
+        *handles: tf.Tensor,
         is_last: bool,
     ) -> None:
         """Sends one, if it is time.
 
         Args:
-            count: the handle of the worker's counts.
+            told: what the worker is told, see `read_told`.
+            count: the handle of its counts.
             row: that of its row.
             log: that of its log.
-            handles: those of its variables.
-            told: what it is told, see `read_told`.
+            *handles: those of its variables.
             is_last: whether it is sent in any case.
         """
 

@@ -113,7 +113,7 @@ def trace_loop(
         done, last = tf.while_loop(goes_on, turn, [zero, told], parallel_iterations=1)
         if reports is not None:
             with tf.control_dependencies([done]):
-                _report_last(reports, arguments, last)
+                reports.send(last, *arguments[_HANDLES:], is_last=True)
         return done
 
     first, *others = specs
@@ -137,14 +137,9 @@ def trace_once(body: Callable, specs: Sequence[Any], reports: Reports) -> Callab
     def once(iterator, *arguments):
         told = body(iterator, tf.zeros([2], tf.int64), *arguments)
         with tf.control_dependencies([told]):
-            _report_last(reports, arguments, told)
+            reports.send(told, *arguments[_HANDLES:], is_last=True)
 
     return tf.function(once, autograph=False).get_concrete_function(*specs)
-
-
-def _report_last(reports: Reports, arguments: Sequence[tf.Tensor], told: tf.Tensor) -> None:
-    count, row, log, *handles = arguments[_HANDLES:]
-    reports.send(count, row, log, handles, told, is_last=True)
 
 
 def trace_steps(
@@ -224,7 +219,7 @@ def trace_steps(
         if reports is not None:
             # The operations below that change what it reads wait until it has been read, and
             # nothing waits on the way to the server and back.
-            reports.send(count, row, log, handles, before, is_last=False)
+            reports.send(before, count, row, log, *handles, is_last=False)
         counted: list[tf.Operation] = []  # The steps before.
         operations: list[tf.Operation] = []  # What is left to do of the last step.
         computed: list[tf.Tensor] = []  # What the worker has done for it.
