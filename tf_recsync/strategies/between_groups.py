@@ -81,7 +81,7 @@ class ByAlgorithm(Between):
             _parameters_among(copies, model, type(self.algorithm).__name__),
             _counters_among(copies, model),
             threads,
-            settings.bandwidths,
+            settings.bandwidths.copy,
         )
 
 
@@ -120,7 +120,7 @@ class ByHop(Between):
             _counters_among(copies, model),
             next(i for i, variable in enumerate(copies.variables) if variable is global_step),
             float(self.algorithm.stall_seconds),
-            settings.bandwidths,
+            settings.bandwidths.copy,
             threads,
         )
 

@@ -22,13 +22,7 @@ from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster, Member
 from tf_recsync.cluster.silence_watch import silence_limit
 from tf_recsync.embedding.keys import KeyCounts, counts_of_tables
-from tf_recsync.strategies import (
-    checks,
-    model_functions,
-    train_function,
-    watched_calls,
-    worker_functions,
-)
+from tf_recsync.strategies import checks, model_functions, train_function, watched_calls
 from tf_recsync.strategies.checks import OnBatchLost
 from tf_recsync.strategies.distributed_dataset import DistributedDataset, without_optionals
 from tf_recsync.strategies.extended import Extended
@@ -102,9 +96,6 @@ class FitStrategy(tf.distribute.Strategy):
         self._cluster = cluster
         self._arrangement = arrangement
         self._local_batch_size = local_batch_size
-        self._compute_time: worker_functions.ComputeTime | None = None
-        self._bandwidths: dict[str, float] = {}  # By the server's device, artificial.
-        self._speeds: dict[str, float] = {}  # By the device, artificial.
         self._registrations = Registrations(cluster, limit)
         self._has_warned_of_threads = False
         self.renewals = 0  # How often variables were made anew, whose old handles nobody may use.
@@ -113,9 +104,6 @@ class FitStrategy(tf.distribute.Strategy):
             worker_timeout=worker_timeout,
             silence_timeout=limit,
             on_batch_lost=on_batch_lost,
-            compute_time=lambda: self._compute_time,
-            bandwidths=lambda: dict(self._bandwidths),
-            speeds=lambda: dict(self._speeds),
             arrangement=arrangement,
             mode=mode,
             prefetch_lookups=prefetch_lookups,

@@ -92,7 +92,7 @@ class HopTrainFunction(TrainFunction):
                 exchanged_elements(model),
                 exchange_dtype(model),
                 stall_seconds,
-                settings.bandwidths,
+                settings.bandwidths.copy,
                 self.recordings,
             )
 

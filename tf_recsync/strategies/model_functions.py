@@ -56,33 +56,33 @@ _UNROLL_SHARE = 16  # Steps of a call from which more steps are unrolled: they a
 _Functions = dict[tuple[int, ...], dict[int, worker_functions.Repeated]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Settings:
-    """What the functions need of the strategy.
+    """What the functions need of the strategy. Only what is artificial changes.
 
     Attributes:
         cluster: the connected cluster.
         worker_timeout: seconds without any worker after which a pass fails.
         silence_timeout: seconds without a sign of life after which a server is given up.
         on_batch_lost: what becomes of batches that are lost with a worker while a model trains.
-        compute_time: returns what computes the artificial compute time, or None.
-        bandwidths: returns artificial bandwidths, in bytes per second by server's device.
-        speeds: returns artificial speeds, in floating-point operations per second by device.
         arrangement: the groups of workers.
         mode: when workers of a group start and its servers apply.
         prefetch_lookups: whether steps pull the lookups of the next one.
+        compute_time: computes the artificial compute time, or None.
+        bandwidths: artificial ones, in bytes per second by server's device.
+        speeds: artificial ones, in floating-point operations per second by device.
     """
 
     cluster: Cluster
     worker_timeout: float
     silence_timeout: float
     on_batch_lost: OnBatchLost
-    compute_time: Callable[[], worker_functions.ComputeTime | None]
-    bandwidths: Callable[[], dict[str, float]]
-    speeds: Callable[[], dict[str, float]]
     arrangement: Arrangement
     mode: Mode
     prefetch_lookups: bool
+    compute_time: worker_functions.ComputeTime | None = None
+    bandwidths: dict[str, float] = dataclasses.field(default_factory=dict)
+    speeds: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Observer(Protocol):
@@ -678,12 +678,12 @@ class Steps:
         Returns:
             The layout, in which groups differ by devices.
         """
-        compute_time, bandwidths = self._settings.compute_time(), self._settings.bandwidths()
+        compute_time, bandwidths = self._settings.compute_time, self._settings.bandwidths.copy()
         spec = iterator.distributed.element_spec
         self._is_numbered = iterator.distributed.is_numbered
         # More steps may be unrolled when somebody has begun to record, or has stopped.
         self._notes_events = self.is_recorded
-        limits = self._settings.speeds() if self.method == "train_step" else {}
+        limits = self._settings.speeds.copy() if self.method == "train_step" else {}
         key = self._variables.trace_key(
             spec,
             bandwidths,

@@ -63,7 +63,7 @@ class PredictFunction:
 
     def _function(self, element_spec: Any) -> tuple[Callable, Layout]:
         """Predicts a batch; and where it finds the variables. Traced where it has changed."""
-        bandwidths = self._settings.bandwidths()
+        bandwidths = self._settings.bandwidths.copy()
         key = self._variables.trace_key(element_spec, bandwidths)
         if key != self._key:
             layout = self._variables.layout()
