@@ -391,19 +391,17 @@ class Steps:
             self._losses += Losses(batches=int(missing))
 
     def _begin_epoch(self, iterator: DistributedIterator) -> None:
-        run = iterator.run
-        steps = iterator.distributed.steps_per_epoch
+        run, data = iterator.run, iterator.distributed
+        steps = data.steps_per_epoch
         skipped, iterator.skipped = iterator.skipped, 0
         # Keras asks for what was skipped, too, and gets it at once. What a worker that was lost
         # since the last epoch has done in that may count as done no more: it is done in this one.
         before = run.completed if steps is None else max(run.completed, int(run.granted))
-        done = before - skipped
+        self._epoch_began = done = before - skipped
         self._is_final = False
         self._refreshed = 0.0  # The first call shows nothing of the epoch before.
         counted = iterator.counted - iterator.asked  # Before this epoch.
         self._target, iterator.asked = done + iterator.asked, 0
-        data = iterator.distributed
-        self._epoch_began = done
         self._epoch_end = done + data.length
         # The data may end within an epoch. Keras ends it when it has counted as many steps as they
         # have batches, and begins a pass.

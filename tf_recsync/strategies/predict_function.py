@@ -71,8 +71,7 @@ class PredictFunction:
                 traced = making_functions(
                     lambda: worker_functions.trace_predict(self._model, layout, element_spec)
                 )
-            function = RemoteFunction(traced)
-            self._key, self._traced = key, (function, layout)
+            self._key, self._traced = key, (RemoteFunction(traced), layout)
         return self._traced
 
     def start(self, iterator: DistributedIterator) -> WorkerRun:

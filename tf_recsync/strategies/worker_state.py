@@ -362,8 +362,8 @@ class MetricsMerger:
         with self._lock:
             return any(state.has_counted for _, state in self._parts)
 
-    def merged(self) -> list[np.ndarray]:
-        """The merged values, one for each variable."""
+    def assign(self) -> list[np.ndarray]:
+        """Writes the merged values into the variables; returns those of variables not shown."""
         with self._lock:
             keys = sorted(self._parts, key=lambda key: key[0])
             parts = [self._parts[key] for key in keys]
@@ -380,11 +380,6 @@ class MetricsMerger:
                 merged.append(np.mean(values, axis=0).astype(initial.dtype))
             else:
                 merged.append(values[0])
-        return merged
-
-    def assign(self) -> list[np.ndarray]:
-        """Writes the merged values into the variables; returns those of variables not shown."""
-        merged = self.merged()
         for variable, value in zip(self._variables[: self._shown], merged, strict=False):
             variable.assign(value)
         return merged[self._shown :]
