@@ -191,7 +191,6 @@ def test_readers_run_what_was_predicted_with_before_and_none_of_predictions(two_
             data,
             start_predict=None,
             steps_per_epoch=None,
-            known_length=None,
             first=10 if here else None,
             shall_retry=True,
         )

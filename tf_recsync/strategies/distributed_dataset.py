@@ -65,7 +65,6 @@ class DistributedDataset:
         start_predict: starts the workers on an iterator whose items are
             predictions; None if the dataset is trained or evaluated on.
         steps_per_epoch: an int, or None to run until the dataset ends.
-        known_length: the steps of an epoch where Keras knows them, or None.
         batch_size: the examples of a batch where they are known, or None.
         first: how many of the dataset's batches count, its first ones; None: all of them. Only the
             coordinator can give the first ones, as it gives all in order with `start_predict`.
@@ -88,7 +87,6 @@ class DistributedDataset:
     whole: tf.data.Dataset
     start_predict: Callable[[DistributedIterator], WorkerRun] | None
     steps_per_epoch: int | None
-    known_length: int | None
     batch_size: int | None = None
     first: int | None = None
     apart: WorkerDatasets | None = None
@@ -243,9 +241,9 @@ class DistributedDataset:
 
     @property
     def batches(self) -> float:
-        """The batches of an epoch as the dataset tells, infinite if it does not."""
-        # Where Keras knows no length, it does not know that of a pass either.
-        return self.known_batches if self.known_length is None else self.known_length
+        """The batches of an epoch, infinite if their number is not known."""
+        asked = self.first if self.steps_per_epoch is None else self.steps_per_epoch
+        return self.known_batches if asked is None else asked
 
     @property
     def pass_batches(self) -> float:

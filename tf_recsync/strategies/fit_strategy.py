@@ -219,7 +219,6 @@ class FitStrategy(tf.distribute.Strategy):
             dataset,
             start_predict,
             steps,
-            caller.length,
             batch,
             first,
             apart,
@@ -683,7 +682,6 @@ class _Caller:
         model: whose fit, evaluate or predict it is; None if it is none of them.
         verb: which of them; "validate" if fit evaluates.
         steps: what its `steps` or `steps_per_epoch` says, or None.
-        length: the steps of an epoch where Keras knows them, or None.
         pass_length: the batches of the data where Keras knows them, or None.
         batch_size: the examples of a batch where Keras knows them, or None.
         adapter: what Keras makes the dataset of the data with; None outside of these.
@@ -694,7 +692,6 @@ class _Caller:
     model: keras.Model | None = None
     verb: str | None = None
     steps: int | None = None
-    length: int | None = None
     pass_length: int | None = None
     batch_size: int | None = None
     adapter: Any = None
@@ -736,11 +733,10 @@ def _keras_caller() -> _Caller:
     while frame is not None:
         caller = frame.f_locals.get("self")
         if hasattr(caller, "steps_per_execution") and hasattr(caller, "data_adapter"):
-            # Keras's epoch iterator, which knows the length of shuffled arrays, too.
+            # Keras's epoch iterator, whose adapter knows the length of shuffled arrays, too.
             found = dataclasses.replace(
                 found,
                 steps=caller.steps_per_epoch or None,  # As Keras takes 0.
-                length=caller.num_batches,
                 pass_length=caller.data_adapter.num_batches,
                 batch_size=caller.data_adapter.batch_size,
                 adapter=caller.data_adapter,
