@@ -203,7 +203,7 @@ class FitStrategy(tf.distribute.Strategy):
             self._check_worker_datasets(dataset, caller)
             apart, dataset = dataset, dataset.first()
         verb, steps, given = caller.verb, caller.steps, caller.arguments.get("x")
-        pass_length = caller.pass_length
+        pass_length = getattr(caller.adapter, "num_batches", None)
         # Keras shuffles what it knows the length of.
         is_shuffled = isinstance(given, keras.utils.PyDataset) and pass_length is not None
         is_shuffled = is_shuffled and bool(caller.arguments.get("shuffle"))
@@ -212,7 +212,8 @@ class FitStrategy(tf.distribute.Strategy):
             # The first batches, whichever workers they go to.
             pass_length = None if pass_length is None else min(pass_length, steps)
             first, steps = steps, None
-        batch = self._batch_size(dataset, caller.batch_size) if verb == "fit" else None
+        known = getattr(caller.adapter, "batch_size", None)
+        batch = self._batch_size(dataset, known) if verb == "fit" else None
         start_predict = caller.model.predict_function.start if verb == "predict" else None
         found = DistributedDataset(
             self._registrations,
@@ -682,9 +683,8 @@ class _Caller:
         model: whose fit, evaluate or predict it is; None if it is none of them.
         verb: which of them; "validate" if fit evaluates.
         steps: what its `steps` or `steps_per_epoch` says, or None.
-        pass_length: the batches of the data where Keras knows them, or None.
-        batch_size: the examples of a batch where Keras knows them, or None.
-        adapter: what Keras makes the dataset of the data with; None outside of these.
+        adapter: what Keras makes the dataset of the data with, and may know their batches and the
+            examples of each by; None outside of these.
         arguments: what Keras makes its epoch iterator of.
         is_over: whether that call has ended, in whatever way.
     """
@@ -692,8 +692,6 @@ class _Caller:
     model: keras.Model | None = None
     verb: str | None = None
     steps: int | None = None
-    pass_length: int | None = None
-    batch_size: int | None = None
     adapter: Any = None
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_over: Callable[[], bool] = lambda: False
@@ -737,8 +735,6 @@ def _keras_caller() -> _Caller:
             found = dataclasses.replace(
                 found,
                 steps=caller.steps_per_epoch or None,  # As Keras takes 0.
-                pass_length=caller.data_adapter.num_batches,
-                batch_size=caller.data_adapter.batch_size,
                 adapter=caller.data_adapter,
                 arguments=frame.f_locals.get("kwargs", {}),
             )
