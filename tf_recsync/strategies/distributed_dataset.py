@@ -162,13 +162,9 @@ class DistributedDataset:
         """Whether a pass can begin once more where it was."""
         return self.keeps_positions and self.first_batches is None
 
-    def parts_at(self, position: DataPosition | None = None) -> int:
-        """In how many parts the batches of a pass have numbers.
-
-        Args:
-            position: where it begins, if that is not the beginning.
-        """
-        if position is not None and position.batches:
+    def parts_at(self, position: DataPosition) -> int:
+        """In how many parts the batches of a pass have numbers that begins at a position."""
+        if position.batches:
             return position.parts
         return max(self.readers, 1) if self.is_numbered else 1
 

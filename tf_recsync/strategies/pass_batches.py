@@ -58,7 +58,7 @@ class PassBatches:
         self.begin = position or DataPosition()
         self.data: RegisteredDataset | WorkerDatasets
         self.data, self.number = distributed.shared(position)
-        self.parts = distributed.parts_at(position)
+        self.parts = distributed.parts_at(self.begin)
         self.retries = distributed.retries
         self.done: DoneBatches | None = None
         if distributed.is_numbered:
