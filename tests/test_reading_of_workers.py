@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tf_recsync import ops
 from tf_recsync.cluster import CHIEF, processor_of
-from tf_recsync.strategies.worker_state import WorkerLog, WorkerState
+from tf_recsync.strategies.worker_state import WorkerState
 from tf_recsync.synchronization.remote_values import (
     PackedReader,
     assign_variables,
@@ -65,7 +65,7 @@ def test_variables_of_any_types_are_read_as_they_are(cluster):
 def test_variables_of_any_types_are_made_and_assigned_in_one_call(cluster):
     device = processor_of("worker", 1)
     with tf.device(device):
-        constant, *made = make_variables([np.array(5), *VALUES], constants=1)
+        (constant, *made), _ = make_variables([np.array(5), *VALUES], constants=1)
         reader = PackedReader([tf.Variable(on_worker(value)) for value in VALUES])
     assert constant.numpy() == 5
     assert_of(reader(made), 0)
@@ -101,17 +101,16 @@ class Worker:
     """A worker's state with a log, and what is noted of the batches that it does."""
 
     def __init__(self):
-        self._log = WorkerLog.made(has_numbers=True)
-        self.state = WorkerState(0, None, None, [np.zeros([], np.float32)], log=self._log)
+        self.state = WorkerState(0, None, None, [np.zeros([], np.float32)], log=True)
         self._reader = PackedReader([tf.Variable(np.zeros(2, np.int64)), tf.Variable(0.0)], True)
         self.noted: list[int] = []
         self._steps = 0
 
     def do(self, *batches: int) -> None:
         """Trains on batches; what its metric accumulates is how many these are."""
-        _, _, counts, _, _, metric = self.state.inputs
+        _, _, counts, _, log, metric = self.state.inputs
         for batch in batches:
-            ops.note_batch(self._log.handle, np.int64(batch))
+            ops.note_batch(log, np.int64(batch))
             self._steps += 1
             tf.raw_ops.AssignVariableOp(resource=counts, value=np.array([self._steps, 7]))
             tf.raw_ops.AssignVariableOp(resource=metric, value=np.float32(self._steps))

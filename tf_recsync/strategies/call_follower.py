@@ -15,9 +15,10 @@ from tf_recsync.strategies.leases import Leases
 from tf_recsync.strategies.slots import Slot
 
 _LOOK_SECONDS = 0.1  # How often it is looked whether calls have to end.
-# How often it is read how far they are: the first time, later on, and as a share of the time since
-# somebody last waited for the steps in flight, or granted some.
-_READ_SECONDS = (0.02, 0.25, 0.1)
+# How often it is read how far they are: the first time, later on at most, if not more often than
+# calls would end by themselves, and as a share of the time since somebody last waited for the
+# steps in flight, or granted some.
+_READ_SECONDS = (0.02, 1.0, 0.1)
 _AGAIN_SECONDS = 0.5  # After which a call is told again: it may not have begun before.
 
 
@@ -107,6 +108,7 @@ class CallFollower:
     def _period(self) -> float:
         """Seconds between two looks at how far calls are."""
         first, last, share = _READ_SECONDS
+        last = min(last, self._leases.seconds)  # To read what many workers report costs more.
         return min(last, max(first, share * (time.monotonic() - self._asked_at)))
 
     def _in_flight(self) -> list[Slot]:

@@ -32,7 +32,6 @@ from tf_recsync.strategies.step_logs import Logged, NewLogged, StepLogs
 from tf_recsync.strategies.worker_run import WorkerRun
 from tf_recsync.strategies.worker_state import (
     MetricsMerger,
-    WorkerLog,
     WorkerState,
     initial_values,
 )
@@ -123,7 +122,7 @@ class Steps:
         self._step_logs: StepLogs | None = None
         self._logged = Logged()
         self._logs: dict[str, Any] = {}
-        self._refreshed = 0.0
+        self._refresh_at = 0.0  # When the metrics that are shown are too old (time.monotonic()).
         self._is_final = False  # Whether the logs are those of all steps granted.
         self._merger: MetricsMerger | None = None
         self._batches: PassBatches | None = None  # Of the pass that runs, or ran last.
@@ -260,7 +259,7 @@ class Steps:
                 self._count_lost_batches(run)
                 self._flush()
                 self._refresh(run)
-        elif not finished and time.monotonic() - self._refreshed > self._refresh_seconds:
+        elif not finished and time.monotonic() > self._refresh_at:
             with self.watched():
                 self._refresh(run, is_final=False)
                 self._unroll(run)
@@ -399,7 +398,7 @@ class Steps:
         before = run.completed if steps is None else max(run.completed, int(run.granted))
         self._epoch_began = done = before - skipped
         self._is_final = False
-        self._refreshed = 0.0  # The first call shows nothing of the epoch before.
+        self._refresh_at = 0.0  # The first call shows nothing of the epoch before.
         counted = iterator.counted - iterator.asked  # Before this epoch.
         self._target, iterator.asked = done + iterator.asked, 0
         self._epoch_end = done + data.length
@@ -453,7 +452,7 @@ class Steps:
             private = self._seeds.values(layout.private, initial, slot.number, self._steps_before)
             try:
                 has_numbers = batches.done is not None
-                log = WorkerLog.made(has_numbers) if has_numbers or is_training else None
+                log = has_numbers if has_numbers or is_training else None
                 owner = self._owner_of(slot)
                 row = self._boards.add_row(owner) if owner else None
                 state = self._open(slot.index, before, iterator, private, row, log)
@@ -462,12 +461,9 @@ class Steps:
                     before.iterator = kept
                 raise
             slot.state = state  # From now on it is closed, whatever happens.
-            # Has the servers build their parts of the graph, without taking a step, and shows
-            # whether the worker has all functions.
             for function in self._functions_of(slot).values():
-                with contextlib.suppress(tf.errors.OutOfRangeError):
-                    function(iterator.empty(), 1, state)
-            self._read_worker(slot, batches)
+                function.build(iterator.empty(), state, slot.lives)
+            self._read_worker(slot, batches, state.first_answer(private[:metrics]))
             slot.kept_data = None
 
         def call(slot: Slot, n: int):
@@ -794,7 +790,7 @@ class Steps:
         """
         self._read_all(run, is_final)
         self._logs = self._step_logs.results(self._merger.assign())
-        self._refreshed = time.monotonic()
+        self._refresh_at = time.monotonic() + self._refresh_seconds
 
     def _read_all(self, run: WorkerRun, is_final: bool) -> bool:
         """Reads the metrics of workers; False if some are lost, or could not be read."""
@@ -856,8 +852,13 @@ class Steps:
                 applied.update(reading.applied)
         return applied
 
-    def _read_worker(self, slot: Slot, batches: PassBatches) -> None:
+    def _read_worker(self, slot: Slot, batches: PassBatches, answer: Answer | None = None) -> None:
         """Reads a worker's metrics, and which batches it has done.
+
+        Args:
+            slot: the worker's.
+            batches: of the pass.
+            answer: what the worker would say, if that is known; default None.
 
         Raises:
             tf.errors.OpError: if it is lost.
@@ -866,7 +867,8 @@ class Steps:
         # meanwhile, to which that does not belong.
         state = slot.state
         steps = state.steps
-        answer = self._reader.read(state.asked(len(self._merged_variables), slot.device))
+        if answer is None:
+            answer = self._reader.read(state.asked(len(self._merged_variables), slot.device))
         counts = self._take(slot, state, batches, answer, is_report=False)
         # What a worker says that was given up does not count. Of batches without numbers, those of
         # the steps until then are done.

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.data.ops import iterator_ops
+from tensorflow.python.data.experimental.ops import data_service_ops
+from tensorflow.python.data.ops import dataset_ops, iterator_ops
 from tensorflow.python.data.util import structure
+
+from tf_recsync.synchronization.remote_functions import RemoteFunction, traced_once
 
 _AHEAD = 2  # Batches that a worker keeps beside the one that it computes on.
 
@@ -36,8 +39,11 @@ class PassIterator(iterator_ops.OwnedIterator):
     @classmethod
     def of(cls, dataset: tf.data.Dataset) -> PassIterator:
         """One over a dataset that has been made in this device scope."""
-        parts = parts_of(dataset, dataset.options().autotune.enabled)
-        return cls(parts, dataset.element_spec, dataset)
+        spec = dataset.element_spec
+        opening = _opening(
+            data_service_ops.HashableElementSpec(spec), dataset.options().autotune.enabled
+        )
+        return cls(opening(dataset._variant_tensor), spec, dataset)
 
     def empty(self) -> tf.data.Iterator:
         """An iterator of the same type without batches, on the same worker."""
@@ -53,6 +59,18 @@ class PassIterator(iterator_ops.OwnedIterator):
         # its own dataset's take(0), which asks the service whether it knows the dataset.
         tf.raw_ops.MakeIterator(dataset=self._nothing, iterator=self._iterator_resource)
         self._kept = None
+
+
+@traced_once
+def _opening(spec: data_service_ops.HashableElementSpec, autotunes: bool | None) -> RemoteFunction:
+    """`parts_of` for a dataset that is there, given as a variant: one call, where each of its ten
+    operations by itself is one."""
+
+    def opened(variant):
+        return parts_of(dataset_ops._VariantDataset(variant, spec.element_spec), autotunes)
+
+    function = tf.function(opened, autograph=False)
+    return RemoteFunction(function.get_concrete_function(tf.TensorSpec([], tf.variant)))
 
 
 def parts_of(dataset: tf.data.Dataset, autotunes: bool | None = None) -> list[tf.Tensor]:

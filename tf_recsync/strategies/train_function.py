@@ -41,6 +41,7 @@ from tf_recsync.synchronization.events import Recordings
 from tf_recsync.synchronization.group_variables import GroupVariables
 from tf_recsync.synchronization.modes import Mode
 from tf_recsync.synchronization.pull_push import Layout
+from tf_recsync.synchronization.remote_values import Answer
 from tf_recsync.synchronization.synchronizer import Crew, Synchronizer
 
 
@@ -369,10 +370,10 @@ class TrainFunction(Steps):
     def _note_sync(self, group: int, seconds: float, shard: int) -> None:
         self.recordings.add_sync(self._arrangement.groups[group].trainers[0], seconds, shard)
 
-    def _read_worker(self, slot: Slot, batches: PassBatches) -> None:
-        if self.is_recorded:
+    def _read_worker(self, slot: Slot, batches: PassBatches, answer: Answer | None = None) -> None:
+        if self.is_recorded and answer is None:
             self._take_events(slot, slot.state)
-        super()._read_worker(slot, batches)
+        super()._read_worker(slot, batches, answer)
 
     # The groups, and what keeps them together.
 

@@ -6,13 +6,15 @@ of the variables that it keeps for itself, so that a call takes and returns next
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tf_recsync.cluster import Server
 from tf_recsync.strategies.step_counts import DataWait, Reports, add_applied, add_step, read_steps
 from tf_recsync.strategies.step_events import NotedEvents, StepEvents
 from tf_recsync.strategies.step_logs import Logged, StepLogs
@@ -49,6 +51,25 @@ class Repeated:
     def __init__(self, once: Callable, loop: Callable | None):
         self._once = once
         self._loop = loop
+        self._built: set[frozenset[tuple[Server, int]]] = set()
+
+    def build(
+        self, iterator: tf.data.Iterator, state: WorkerState, lives: Mapping[Server, int]
+    ) -> None:
+        """Has servers build their parts of it, unless they have, without doing it.
+
+        It shows whether the worker has all functions. Call it in the worker's device scope.
+
+        Args:
+            iterator: on the worker, without batches.
+            state: the worker's.
+            lives: those of the servers that it needs, and of the worker.
+        """
+        built = frozenset(lives.items())
+        if built not in self._built:
+            with contextlib.suppress(tf.errors.OutOfRangeError):
+                self._once(iterator, *state.inputs)
+            self._built.add(built)
 
     def __call__(self, iterator: tf.data.Iterator, times: int, state: WorkerState) -> Any:
         """Calls a worker, in its device scope.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync import ops
 from tf_recsync.cluster import fetch
 from tf_recsync.ops import events as events_ops
 from tf_recsync.strategies.call_board import Row
@@ -41,7 +39,8 @@ class WorkerState:
         private: the initial values of the variables that it keeps for itself.
         before: its state earlier in the pass, before it was lost; or None.
         row: its row on the board of the server that counts its steps; None if none does.
-        log: its log; None where there is nothing to log.
+        log: whether it has a log in which it notes the numbers of its batches; None where there is
+            nothing to log. While somebody records, it notes what its steps do there, too.
 
     Attributes:
         iterator: as above; None from `close` on, or where another state takes it over.
@@ -60,7 +59,7 @@ class WorkerState:
         iterator: PassIterator,
         private: list[np.ndarray],
         row: Row | None = None,
-        log: WorkerLog | None = None,
+        log: bool | None = None,
     ):
         self.iterator: PassIterator | None = iterator
         self.unrolled = 0
@@ -69,21 +68,24 @@ class WorkerState:
         self.waited = 0 if before is None else before.waited
         self._has_begun = False
         self._numbers: dict[int, tf.Tensor] = {}
-        self._log = log
+        self._has_numbers = bool(log)
         self._reading = threading.Lock()
-        # Of its log: how many numbers are known; how many of these the worker was told to forget,
-        # a tensor there; and how many have to be known before it is told again.
-        self._known = self._tell_again = self._forgotten = 0
-        self._told: tf.Tensor | None = None
+        # Of its log: how many numbers are known; how many have to be known before the worker is
+        # told again how many it is to forget.
+        self._known = self._forgotten = 0
+        self._tell_again = _FORGET
         self.counted, self._values = -1, []  # What was read last.
         self._is_settled = False
         self._steps_before = self.steps_at_call = self.steps
         self._reset_at = self.steps  # When its metrics were reset, or made.
         self.row = row
-        own = np.array(worker), np.array(0.0), np.array([self.steps, self.waited])
-        self._worker, self._began, self._counts, *self._variables = make_variables(
-            [*own, *private], constants=2
+        constants = np.array(worker), np.array(0.0), np.array(0)
+        variables = np.array([self.steps, self.waited]), *private
+        made, self._log = make_variables(
+            [*constants, *variables], len(constants), has_log=log is not None
         )
+        # The third is how many numbers it was told to forget.
+        self._worker, self._began, self._told, self._counts, *self._variables = made
 
     def close(self, is_reachable: bool) -> None:
         """Leaves the data; the pipeline of a pass that all workers have left is ended.
@@ -102,7 +104,7 @@ class WorkerState:
     def inputs(self) -> list[tf.Tensor]:
         """What its functions take besides an iterator (see `worker_functions.trace_steps`)."""
         row = self._counts if self.row is None else self.row.handle
-        log = self._counts if self._log is None else self._log.handle
+        log = self._counts if self._log is None else self._log
         return [self._worker, self._began, self._counts, row, log, *self._variables]
 
     def number(self, value: int) -> tf.Tensor:
@@ -159,14 +161,23 @@ class WorkerState:
             device: the worker's.
         """
         handles = [self._counts, *self._variables[:count]]
-        if self._log is None or not self._log.has_numbers:
+        if not self._has_numbers:
             return Asked(handles)
         # Of two threads the latter may tell it a smaller number, which the log takes.
         known = self._known
-        if self._told is None or known >= self._tell_again:
+        if known >= self._tell_again:
             with tf.device(device):
                 self._told, self._tell_again = on_worker(np.int64(known)), known + _FORGET
-        return Asked(handles, self._log.handle, self._told)
+        return Asked(handles, self._log, self._told)
+
+    def first_answer(self, initial: Sequence[np.ndarray]) -> Answer:
+        """What the worker answers before its first step.
+
+        Args:
+            initial: the initial values of those of its variables that are asked for.
+        """
+        counts = np.array([self.steps, self.waited])
+        return Answer([counts, *map(np.array, initial)], 0, np.zeros([0], np.int64))
 
     def take(
         self,
@@ -192,7 +203,7 @@ class WorkerState:
             if self._is_settled:
                 return False
             news = answer.numbers[self._known - answer.first :]
-            if self._log is not None and self._log.has_numbers:
+            if self._has_numbers:
                 note(news)
             self._known += len(news)
             counts, *values = answer.values
@@ -224,7 +235,7 @@ class WorkerState:
         if self._log is None:
             return None
         with tf.device(device):
-            events, lost = fetch(events_ops.take()(self._log.handle))
+            events, lost = fetch(events_ops.take()(self._log))
         return events, int(lost)
 
     def join(self, iterator: PassIterator) -> None:
@@ -282,27 +293,6 @@ class WorkerState:
     def read_steps(self) -> int:
         """The steps that the worker has done."""
         return int(_read_counts([self._counts])[0][0])
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkerLog:
-    """A log on a worker of what it has done, made for a pass.
-
-    Attributes:
-        handle: of the resource.
-        has_numbers: whether the worker notes the numbers of its batches there. While somebody
-            records, it notes what its steps do, too.
-    """
-
-    handle: tf.Tensor
-    has_numbers: bool
-
-    @classmethod
-    def made(cls, has_numbers: bool) -> WorkerLog:
-        """A new one on the worker in whose device scope it is called."""
-        # The ops of this package run on processors alone.
-        with tf.device("CPU:0"):
-            return cls(ops.worker_log(), has_numbers)
 
 
 def initial_values(variables: Sequence[keras.Variable]) -> list[np.ndarray]:

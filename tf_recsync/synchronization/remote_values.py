@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -59,8 +60,13 @@ class PackedReader:
     """
 
     def __init__(self, like: Sequence[tf.Variable], reads_log: bool = False):
-        self._dtypes = [variable.dtype.as_numpy_dtype for variable in like]
-        self._shapes = [variable.shape.as_list() for variable in like]
+        dtypes = [np.dtype(variable.dtype.as_numpy_dtype) for variable in like]
+        shapes = [variable.shape.as_list() for variable in like]
+        sizes = [math.prod(shape) * d.itemsize for shape, d in zip(shapes, dtypes, strict=True)]
+        begins = list(itertools.accumulate(map(padded, sizes), initial=0))
+        # Where each is in a message, as what; the log comes behind them.
+        self._places = list(zip(begins[:-1], sizes, dtypes, shapes, strict=True))
+        self._log_begin = begins[-1]
         self._reads_log = reads_log
 
     def __call__(self, handles: Sequence[tf.Tensor]) -> list[np.ndarray]:
@@ -81,17 +87,16 @@ class PackedReader:
         if self._reads_log:
             arguments += [asked.log, asked.known]
         with tf.device(CHIEF):
-            message = _reader(len(self._shapes), self._reads_log)(*arguments)
+            message = _reader(len(self._places), self._reads_log)(*arguments)
         return self.answer(np.array(message))  # What is fetched may not be written.
 
     def answer(self, message: np.ndarray) -> Answer:
         """What a message of such variables says; arrays in it share its memory."""
-        values, begin = [], 0
-        for dtype, shape in zip(self._dtypes, self._shapes, strict=True):
-            size = math.prod(shape) * np.dtype(dtype).itemsize
-            values.append(message[begin : begin + size].view(dtype).reshape(shape))
-            begin += padded(size)
-        first, numbers = 0, message[begin:].view(np.int64)
+        values = [
+            message[begin : begin + size].view(dtype).reshape(shape)
+            for begin, size, dtype, shape in self._places
+        ]
+        first, numbers = 0, message[self._log_begin :].view(np.int64)
         if self._reads_log:
             first, numbers = int(numbers[0]), numbers[1:]
         return Answer(values, first, numbers)
@@ -120,20 +125,25 @@ def _reader(variables: int, reads_log: bool) -> RemoteFunction:
     return RemoteFunction(tf.function(read, autograph=False).get_concrete_function(*specs))
 
 
-def make_variables(values: Sequence[np.ndarray], constants: int = 0) -> list[tf.Tensor]:
+def make_variables(
+    values: Sequence[np.ndarray], constants: int = 0, has_log: bool = False
+) -> tuple[list[tf.Tensor], tf.Tensor | None]:
     """Makes variables of numbers on the server in whose device scope it is called, in one call.
 
     Args:
         values: their initial values.
         constants: of so many of the first, tensors are made instead.
+        has_log: whether a log of a worker (`ops.worker_log`) is made, too; default False.
 
     Returns:
-        These tensors, and the variables' handles: a variable goes with the last one.
+        These tensors, and the variables' handles: a variable goes with the last one. And the log's
+        handle, or None.
 
     Raises:
         tf.errors.OpError: the server is gone.
     """
-    return _maker(_layout(values), constants)(on_worker(_message(values)))
+    made = _maker(_layout(values), constants, has_log)(on_worker(_message(values)))
+    return (made[:-1], made[-1]) if has_log else (made, None)
 
 
 def assign_variables(handles: Sequence[tf.Tensor], values: Sequence[np.ndarray]) -> None:
@@ -191,7 +201,7 @@ def _on_processor(function: Callable) -> Callable:
 
 
 @traced_once
-def _maker(layout: _Layout, constants: int) -> RemoteFunction:
+def _maker(layout: _Layout, constants: int, has_log: bool) -> RemoteFunction:
     @_on_processor
     def make(message):
         values = _values_in(message, layout)
@@ -202,7 +212,7 @@ def _maker(layout: _Layout, constants: int) -> RemoteFunction:
             )
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
             made.append(handle)
-        return made
+        return [*made, ops.worker_log()] if has_log else made
 
     function = tf.function(make, autograph=False)
     return RemoteFunction(function.get_concrete_function(tf.TensorSpec([None], tf.uint8)))
