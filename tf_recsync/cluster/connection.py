@@ -19,6 +19,7 @@ from tf_recsync import _engine
 from tf_recsync._checks import check_seconds, integer
 from tf_recsync.cluster import (
     data_service,
+    grpc_settings,
     left_behind,
     proxies,
     redirections,
@@ -186,7 +187,9 @@ class Cluster:
         environment variables `TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE=False` and
         `TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY=True`, without which threads that drive
         different workers block each other, and `GRPC_FAIL_FAST=True`, with which calls to a
-        dead server fail with `tf.errors.UnavailableError` at once.
+        dead server fail with `tf.errors.UnavailableError` at once. If
+        `TF_GRPC_WORKER_CACHE_QUEUES` is not set, it sets it to 4, where TensorFlow would have
+        64 threads for answers.
 
         Args:
           timeout: Seconds to wait for the servers to be up, and for TensorFlow to connect to
@@ -244,7 +247,7 @@ class Cluster:
             self._prepare_network()
             os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
             os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
-            os.environ["GRPC_FAIL_FAST"] = "True"
+            grpc_settings.apply()
             servers = self._without([]) | {tf_config.READER: dict(enumerate(self._readers))}
             limit = deadline
             redirections.keep_python_running(connected=True)

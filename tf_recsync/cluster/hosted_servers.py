@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import tensorflow as tf
 
 from tf_recsync import ops
-from tf_recsync.cluster import proxies, redirections, transports
+from tf_recsync.cluster import grpc_settings, proxies, redirections, transports
 
 Task = tuple[str, int]  # Job and index.
 
@@ -63,11 +63,7 @@ def start_server(
     Raises:
       tf.errors.OpError: It can't listen.
     """
-    # A call between servers fails at once when the other one is gone.
-    os.environ["GRPC_FAIL_FAST"] = "True"
-    # TensorFlow's default is 64, with a thread each, for calls to other servers. Those of ours
-    # are few: a step's, and its tensors come over the transport's connections.
-    os.environ.setdefault("TF_GRPC_WORKER_CACHE_QUEUES", "4")
+    grpc_settings.apply()
     job, index = task
     return tf.distribute.Server(
         dict(cluster),

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tf_recsync import ops
 from tf_recsync.cluster import CHIEF, Cluster, Server
 from tf_recsync.synchronization.remote_functions import RemoteFunction, traced_once
-from tf_recsync.synchronization.remote_values import on_worker, padded
+from tf_recsync.synchronization.remote_values import padded, to_send
 
 _keys = itertools.count()  # Of rows, of which no two of a process have the same.
 
@@ -79,8 +79,10 @@ class CallBoard:
             tf.errors.OpError: if the server is gone, like the others.
         """
         key = next(_keys)
+        # Not by a function that is called here: TensorFlow crashes when such a one returns a
+        # handle of another process's.
         with tf.device(self.device):
-            return Row(self, key, ops.board_row(self._handle, on_worker(np.int64(key))))
+            return Row(self, key, ops.board_row(self._handle, to_send(np.int64(key))))
 
     def read(self) -> Reading:
         """Reads all rows, and takes what was reported."""
@@ -104,9 +106,9 @@ class CallBoard:
 
     def _tell(self, told: Mapping[int, tuple[int, int]]) -> None:
         columns = [[key, *values] for key, values in told.items()]
-        keys, ends, known = np.array(columns, np.int64).T.copy()
-        with tf.device(self.device):
-            ops.tell_workers(self._handle, *map(on_worker, (keys, ends, known)))
+        # Numbers go along with a call that is made here: by itself, each array would be two.
+        with tf.device(CHIEF):
+            _teller()(self._handle, to_send(np.array(columns, np.int64).T))
 
 
 class CallBoards:
@@ -151,6 +153,17 @@ class CallBoards:
 def _server_of(device: str) -> Server:
     spec = tf.DeviceSpec.from_string(device)
     return spec.job, spec.task
+
+
+@traced_once
+def _teller() -> RemoteFunction:
+    """A function of a board's handle and what workers are told: `[3, rows]`, as the op takes it."""
+
+    def tell(board, told):
+        ops.tell_workers(board, *tf.unstack(told))
+
+    specs = tf.TensorSpec([], tf.resource), tf.TensorSpec([3, None], tf.int64)
+    return RemoteFunction(tf.function(tell, autograph=False).get_concrete_function(*specs))
 
 
 @traced_once

@@ -468,7 +468,7 @@ class Steps:
 
         def call(slot: Slot, n: int):
             state = slot.state
-            state.begin(slot.pass_began)
+            state.begin(slot.pass_began if self._settings.compute_time else None)
             slot.begin_call(n)
             if state.reset_metrics:
                 state.reset([np.array(value) for value in initial[:metrics]])

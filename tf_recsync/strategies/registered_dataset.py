@@ -20,7 +20,7 @@ from tf_recsync.cluster.data_service import DataService
 from tf_recsync.strategies import data_errors, reshuffling
 from tf_recsync.strategies.pass_iterator import PassIterator, parts_of
 from tf_recsync.synchronization.remote_functions import RemoteFunction, traced_once
-from tf_recsync.synchronization.remote_values import on_worker
+from tf_recsync.synchronization.remote_values import to_send
 
 _REFRESH_MILLISECONDS = 50  # How often a worker asks whether a pass has ended.
 _MOST_KEPT = 8  # Datasets, and kinds of each; each has threads of its own in this process.
@@ -79,7 +79,7 @@ class RegisteredDataset:
         )
         # Sent anew each time: TensorFlow takes a tensor that it has once sent to a worker for
         # sent, also if the connection broke meanwhile.
-        names = on_worker(np.array([self.address, self.name, job], object))
+        names = to_send(np.array([self.address, self.name, job], object))
         # Others may go on with another dataset meanwhile, and without its service it would wait for
         # ever.
         return PassIterator(joins(names), self.element_spec, kept=self)

@@ -846,7 +846,7 @@ class _State(WorkerState):
         copies = self._synchronizer.handles(self._index)
         return [*super().inputs, *copies, *self._aggregation.handles]
 
-    def begin(self, time: float) -> None:
+    def begin(self, time: float | None) -> None:
         super().begin(time)
         copies = self._synchronizer.copies
         if self._copies is None or copies.of(self._group) is not self._copies:

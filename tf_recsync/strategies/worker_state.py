@@ -113,14 +113,15 @@ class WorkerState:
             self._numbers[value] = on_worker(np.int64(value))
         return self._numbers[value]
 
-    def begin(self, time: float) -> None:
+    def begin(self, time: float | None) -> None:
         """A call begins.
 
         Args:
-            time: when the pass began, in seconds of the Unix epoch; the worker is told once.
+            time: when the pass began, in seconds of the Unix epoch; the worker is told once. None
+                if no step asks for it.
         """
         self.steps_at_call, self.unrolled = self.steps, 0
-        if not self._has_begun:
+        if time is not None and not self._has_begun:
             self._began = on_worker(np.float64(time))
             self._has_begun = True
 

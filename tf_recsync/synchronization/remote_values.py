@@ -142,7 +142,7 @@ def make_variables(
     Raises:
         tf.errors.OpError: the server is gone.
     """
-    made = _maker(_layout(values), constants, has_log)(on_worker(_message(values)))
+    made = _maker(_layout(values), constants, has_log)(to_send(_message(values)))
     return (made[:-1], made[-1]) if has_log else (made, None)
 
 
@@ -153,7 +153,7 @@ def assign_variables(handles: Sequence[tf.Tensor], values: Sequence[np.ndarray])
         tf.errors.OpError: the server is gone.
     """
     if handles:
-        _assigner(_layout(values))(on_worker(_message(values)), *handles)
+        _assigner(_layout(values))(to_send(_message(values)), *handles)
 
 
 _Layout = tuple[tuple[tf.DType, tuple[int, ...]], ...]
@@ -236,17 +236,21 @@ def packed(handles: Sequence[tf.Tensor], dtype: tf.DType) -> tf.Tensor:
 
 
 def on_worker(value: np.ndarray) -> tf.Tensor:
-    """Copies a value to the device of the current scope.
+    """Copies a value to the device of the current scope, for several calls.
 
     A tf.constant there would hold Python's lock while it waits for the worker,
     and with it the threads that drive the other workers.
     """
+    return tf.identity(to_send(value))
+
+
+def to_send(value: np.ndarray) -> tf.Tensor:
+    """A value as an argument of one call, which takes it to the device that it is made on."""
     with tf.device(CHIEF):
         # Tensors of Python's numbers TensorFlow caches, np.float64 among them: two threads that
         # send the same one to a worker would share one copy there, which one of them may use
         # before the other has sent it.
-        local = tf.constant(np.asarray(value))
-    return tf.identity(local)
+        return tf.constant(np.asarray(value))
 
 
 @contextlib.contextmanager
