@@ -39,6 +39,45 @@ MOST_UNROLLED = 8
 _HANDLES = 2
 
 
+def turns(
+    once: Callable[[tf.Tensor | None], tf.Tensor | None],
+    times: tf.Tensor,
+    seconds: float,
+    told: tf.Tensor | None = None,
+) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """Does something again and again, in a function of a worker.
+
+    Whoever waits for the call's end, as to save the model, does not wait for a worker that has
+    become slow: it ends early, but not before the first time, after a while or when it is told to.
+
+    Args:
+        once: does it, while it is traced, of what the worker was told before; if it can be told
+            to end a call, it returns what it is told then, see `Reports.read_told`.
+        times: how often, an int64 scalar.
+        seconds: for so long at most.
+        told: what it was told before the call, if it can be; else None.
+
+    Returns:
+        How often it was done, an int64 scalar, and what the worker was told at last.
+    """
+    began = tf.timestamp()
+
+    def goes_on(i, now):
+        may = tf.timestamp() - began < seconds
+        if told is not None:
+            may &= now[0] == told[0]
+        return (i < times) & ((i == 0) | may)
+
+    def turn(i, now):
+        found = once(None if told is None else now)
+        return i + 1, now if told is None else found
+
+    zero = tf.zeros([], tf.int64)
+    begin = [zero, zero if told is None else told]
+    done, last = tf.while_loop(goes_on, turn, begin, parallel_iterations=1)
+    return done, None if told is None else last
+
+
 class Repeated:
     """What a worker does once, or again and again in one call.
 
@@ -97,13 +136,10 @@ def trace_loop(
 ) -> Callable:
     """Has a worker call a function of steps again and again by itself.
 
-    Whoever waits for the call's end, as to save the model, does not wait for a worker that has
-    become slow: it ends early, but not before the first time, after a while or when it is told to.
-
     Args:
         body: a concrete function of an iterator and more, such as `trace_steps` gave.
         specs: of its arguments.
-        seconds: for so long at most.
+        seconds: see `turns`.
         reports: the worker is told when to end, and reports at the end of the call; default None:
             neither.
 
@@ -114,24 +150,13 @@ def trace_loop(
 
     def loop(iterator, times, *arguments):
         _, row, *_ = arguments[_HANDLES:]
-        zero = tf.zeros([], tf.int64)
-        told = zero if reports is None else reports.read_told(row)
-        began = tf.timestamp()
+        told = None if reports is None else reports.read_told(row)
 
-        def goes_on(i, now):
-            may = tf.timestamp() - began < seconds
-            if reports is not None:
-                may &= now[0] == told[0]
-            return (i < times) & ((i == 0) | may)
+        def once(told):
+            return body(iterator, *([] if told is None else [told]), *arguments)
 
         # What `body` does on servers is part of each turn: that costs a message for each.
-        def turn(i, now):
-            if reports is None:
-                body(iterator, *arguments)
-                return i + 1, now
-            return i + 1, body(iterator, now, *arguments)
-
-        done, last = tf.while_loop(goes_on, turn, [zero, told], parallel_iterations=1)
+        done, last = turns(once, times, seconds, told)
         if reports is not None:
             with tf.control_dependencies([done]):
                 reports.send(last, *arguments[_HANDLES:], is_last=True)
