@@ -249,4 +249,4 @@ def test_wrong_bandwidths_are_refused(four):
     for wrong in ([2], [-1], [0.5], [0, True]):
         with pytest.raises(ValueError, match="each of servers must be .* from 0 to 1, got"):
             recsync.testing.set_bandwidth(four, 1e6, wrong)
-    assert four._bandwidths == {}  # Nothing of it was set.
+    assert four._settings.bandwidths == {}  # Nothing of it was set.

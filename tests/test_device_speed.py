@@ -284,7 +284,7 @@ def test_wrong_speeds_are_refused(cluster):
         recsync.testing.set_device_speed(strategy, 1e9, job="chief")
     with pytest.raises(ValueError, match="job must be one of"):
         recsync.testing.device_use(strategy, "reader")
-    assert strategy._speeds == {}
+    assert strategy._settings.speeds == {}
     no_placement = recsync.AsyncStrategy(cluster)
     with pytest.raises(ValueError, match=r"one of \('worker',\) for AsyncStrategy, not 'ps'"):
         recsync.testing.set_device_speed(no_placement, 1e9, job="ps")

@@ -94,8 +94,7 @@ def assert_same(model, local, tolerance=1e-5):
 
 def graph_of_step(model) -> tf.Graph:
     """What the workers of the first group run."""
-    ((functions, _),) = model.train_function._functions.values()
-    of_steps = next(iter(functions.values()))
+    of_steps = next(iter(model.train_function._functions.values()))
     graph = of_steps[min(of_steps)]._once._concrete.graph
     # It calls the steps, and reports.
     (name,) = {

@@ -184,17 +184,15 @@ def test_predictions_come_in_the_order_of_the_data(cluster):
 
 @pytest.mark.parametrize("in_order", [[True, False], [False, True]])
 def test_readers_run_what_was_predicted_with_before_and_none_of_predictions(two_readers, in_order):
-    data, registrations = numbered(40, 4), registered_dataset.Registrations()
+    data, registrations = numbered(40, 4), registered_dataset.Registrations(two_readers, 60.0)
     for here in in_order * 2:
         distributed = DistributedDataset(
-            two_readers,
+            registrations,
             data,
             start_predict=None,
             steps_per_epoch=None,
-            length=None,
             first=10 if here else None,
-            registrations=registrations,
-            retries=True,
+            shall_retry=True,
         )
         registered, _ = distributed.shared()
         assert registered.readers == (0 if here else 2)

@@ -12,7 +12,7 @@ from tensorflow.python.data.experimental.ops import data_service_ops
 
 import tf_recsync as recsync
 from tf_recsync.optimizers import SGD
-from tf_recsync.strategies import distributed_dataset, registered_dataset
+from tf_recsync.strategies import registered_dataset
 from tf_recsync.strategies.registered_dataset import _MOST_KEPT
 
 
@@ -62,13 +62,13 @@ def test_a_dataset_that_is_used_again_is_sent_once(model):
 
 
 def test_the_first_batches_of_a_dataset_are_sent_once(model, monkeypatch):
-    sent, register = [], distributed_dataset.register
+    sent, register = [], registered_dataset.Registrations.register
 
     def register_and_count(*arguments):
         sent.append(arguments)
         return register(*arguments)
 
-    monkeypatch.setattr(distributed_dataset, "register", register_and_count)
+    monkeypatch.setattr(registered_dataset.Registrations, "register", register_and_count)
     data = tf.data.Dataset.range(6).map(lambda i: (tf.fill([4, 1], i), tf.ones([4, 1])))
     # Another number of them is another dataset.
     for steps, expected in [(3, 1.0), (5, 2.0), (None, 2.5)] * 2:
@@ -115,9 +115,9 @@ def test_a_service_ends_with_the_last_iterator_of_its_dataset(model):
     """Though the pass goes on with another one, as with what was lost of this one."""
     cluster = model.distribute_strategy.cluster
     before = services(model)
-    registered = registered_dataset.register(cluster, dataset(2.0, 3), 0, 60.0)
+    registered = registered_dataset.Registrations(cluster, 60.0).register(dataset(2.0, 3), 0)
     with cluster.dispatch_scope(), tf.device("/job:worker/task:0"):
-        iterator = registered.iterator(registered.new_job())
+        iterator = registered.iterator("some pass")
         del registered
         assert services(model) == before + 1
         assert [float(x[0, 0]) for x, _ in iterator] == [2.0] * 3

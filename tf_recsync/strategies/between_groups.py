@@ -81,7 +81,7 @@ class ByAlgorithm(Between):
             _parameters_among(copies, model, type(self.algorithm).__name__),
             _counters_among(copies, model),
             threads,
-            settings.bandwidths,
+            settings.bandwidths.copy,
         )
 
 
@@ -119,7 +119,7 @@ class ByHop(Between):
             _counters_among(copies, model),
             copies.places(trained._iterations._value)[0],
             float(self.algorithm.stall_seconds),
-            settings.bandwidths,
+            settings.bandwidths.copy,
             threads,
         )
 

@@ -27,13 +27,12 @@ def check_is_cluster(cluster: Cluster) -> None:
         )
 
 
-def check_cluster(strategy: str, cluster: Cluster, workers: int = 1) -> None:
+def check_cluster(strategy: str, cluster: Cluster) -> None:
     """Raises a ValueError if a strategy can't run on a cluster."""
     check_is_cluster(cluster)
-    if cluster.workers < workers or cluster.ps < 1:
-        number = "one worker" if workers == 1 else f"{workers} workers"
+    if cluster.workers < 1 or cluster.ps < 1:
         raise ValueError(
-            f"{strategy} needs at least {number} and one ps, the cluster has "
+            f"{strategy} needs at least one worker and one ps, the cluster has "
             f"workers={cluster.workers} and ps={cluster.ps}"
         )
 

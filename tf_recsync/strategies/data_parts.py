@@ -41,7 +41,7 @@ _BESIDE = {"RandomDataset", "RandomDatasetV2", "TensorDataset"}
 _DRAWS = re.compile(r"Random\w*|\w*TruncatedNormal|Multinomial|Stateful\w+|(Eager)?PyFunc")
 # What makes several elements of one, which are of a source then.
 _OPENING = re.compile(r"FlatMap|Interleave|Unbatch")
-_INDEX = "recsync_index"
+_PARTS, _INDEX = "recsync_parts", "recsync_index"  # What a part is made of besides.
 _DATASET = re.compile(r"\w+Dataset(V\d+)?")
 
 
@@ -53,7 +53,7 @@ def why_indivisible(dataset: tf.data.Dataset) -> str:
         graph = reshuffling.described(dataset)
     except tf.errors.OpError as error:
         return error.message
-    divided, passed = _divided(graph)
+    divided, passed = _Description(graph).divided()
     others = [node.op for node in divided if node.op not in _DIVIDED]
     if others:
         return f"it begins with {others[0]}, and not with range, slices or names of files"
@@ -69,9 +69,9 @@ def why_indivisible(dataset: tf.data.Dataset) -> str:
 def pairs_sources(dataset: tf.data.Dataset) -> bool:
     """Whether `zip` puts elements of several sources together, which must not be divided each by
     itself."""
-    graph = reshuffling.described(dataset)
-    datasets = _datasets(graph)
-    return any(op == _ZIP and len(_sources(graph, n)) > 1 for n, (op, _) in datasets.items())
+    found = _Description(reshuffling.described(dataset))
+    zips = [name for name, (op, _) in found.datasets.items() if op == _ZIP]
+    return any(len(found.sources(name)) > 1 for name in zips)
 
 
 def without_assertions(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -85,11 +85,7 @@ def without_assertions(dataset: tf.data.Dataset) -> tf.data.Dataset:
     found = _bypass(graph.node, [])
     for function in graph.library.function:
         found |= _bypass(function.node_def, [function.ret])
-    if not found:
-        return dataset
-    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
-    rebuilt = dataset_ops._VariantDataset(variant, dataset.element_spec)
-    return rebuilt.with_options(dataset.options())
+    return reshuffling.rebuilt(dataset, graph) if found else dataset
 
 
 def _may_assert(dataset: tf.data.Dataset) -> bool:
@@ -160,7 +156,7 @@ def rest_of_parts(
 def _parts_of(dataset: tf.data.Dataset, parts: int) -> Callable[[tf.Tensor], tf.data.Dataset]:
     """Makes a part of a dataset by its index, in a graph."""
     graph = reshuffling.described(dataset)
-    divided, _ = _divided(graph)
+    divided, _ = _Description(graph).divided()
     shards = {node.name: f"{node.name}_shard" for node in divided}
     (result,) = [node for node in graph.node if node.op == "_Retval"]
     output = result.input[0]
@@ -168,112 +164,106 @@ def _parts_of(dataset: tf.data.Dataset, parts: int) -> Callable[[tf.Tensor], tf.
     for node in graph.node:
         for place, name in enumerate(node.input):
             node.input[place] = shards.get(name, name)
-    for name, value in (("recsync_parts", parts), (_INDEX, 0)):
-        constant = graph.node.add(op="Const", name=name)
-        constant.attr["dtype"].type = tf.int64.as_datatype_enum
-        constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(np.int64(value)))
     for node in divided:
         shard = graph.node.add(op="ShardDataset", name=shards[node.name])
-        shard.input.extend([node.name, "recsync_parts", _INDEX])
+        shard.input.extend([node.name, _PARTS, _INDEX])
         shard.attr["output_types"].CopyFrom(node.attr[_DIVIDED[node.op]])
         shard.attr["output_shapes"].CopyFrom(node.attr["output_shapes"])
         shard.attr["require_non_empty"].b = False
 
     def part(index: tf.Tensor) -> tf.data.Dataset:
+        inputs = {_PARTS: tf.constant(parts, tf.int64), _INDEX: index}
         (variant,) = tf.graph_util.import_graph_def(
-            graph, {_INDEX: index}, [f"{shards.get(output, output)}:0"], name=""
+            graph, inputs, [f"{shards.get(output, output)}:0"], name=""
         )
         return dataset_ops._VariantDataset(variant, dataset.element_spec)
 
     return part
 
 
-def _divided(graph: graph_pb2.GraphDef) -> tuple[list[node_def_pb2.NodeDef], set[str]]:
-    """The datasets whose elements parts get in turn: sources, and what `zip` puts together.
+class _Description:
+    """The graph by which the service describes a dataset.
 
-    Returns:
-        These, and the ops of several datasets that come behind them.
+    Attributes:
+        datasets: the datasets by their names, each with its op and the names of those that it is
+            made of.
     """
-    datasets = _datasets(graph)
-    (pending,) = ([_name(node.input[0])] for node in graph.node if node.op == "_Retval")
-    found: set[str] = set()
-    passed: set[str] = set()
-    while pending:
-        name = pending.pop()
-        op, inputs = datasets[name]
-        if op == _ZIP and _is_drawn(graph, name):
-            sources = _sources(graph, name)
-            if len(sources) > 1:
-                passed.add(f"{op} behind random numbers")
-            found.update(sources)
-            continue
-        if op == _ZIP or not inputs:
-            found.add(name)
-            continue
-        if len(inputs) > 1:
-            passed.add(op)
-        pending += inputs
-    return [node for node in graph.node if node.name in found], passed
 
+    def __init__(self, graph: graph_pb2.GraphDef):
+        self._nodes = {node.name: node for node in graph.node}
+        self._functions = {own.signature.name: own.node_def for own in graph.library.function}
+        datasets = {name: n for name, n in self._nodes.items() if _DATASET.fullmatch(n.op)}
+        self.datasets = {
+            name: (node.op, [own for own in map(_name, node.input) if own in datasets])
+            for name, node in datasets.items()
+        }
 
-def _sources(graph: graph_pb2.GraphDef, name: str) -> list[str]:
-    """The sources of a dataset but for those of what elements get beside them."""
-    datasets, counters = _datasets(graph), _counters(graph)
+    def divided(self) -> tuple[list[node_def_pb2.NodeDef], set[str]]:
+        """The datasets whose elements parts get in turn: sources, and what `zip` puts together.
 
-    def sources(name: str, is_opened: bool) -> list[str]:
-        op, inputs = datasets[name]
+        Returns:
+            These, and the ops of several datasets that come behind them.
+        """
+        nodes = self._nodes.values()
+        (pending,) = ([_name(node.input[0])] for node in nodes if node.op == "_Retval")
+        found: set[str] = set()
+        passed: set[str] = set()
+        while pending:
+            name = pending.pop()
+            op, inputs = self.datasets[name]
+            if op == _ZIP and self._is_drawn(name):
+                sources = self.sources(name)
+                if len(sources) > 1:
+                    passed.add(f"{op} behind random numbers")
+                found.update(sources)
+                continue
+            if op == _ZIP or not inputs:
+                found.add(name)
+                continue
+            if len(inputs) > 1:
+                passed.add(op)
+            pending += inputs
+        return [node for node in nodes if node.name in found], passed
+
+    def sources(self, name: str, is_opened: bool = False) -> list[str]:
+        """The sources of a dataset but for those of what elements get beside them.
+
+        Args:
+            name: the dataset's.
+            is_opened: whether what is made of it makes several elements of one.
+        """
+        op, inputs = self.datasets[name]
         is_opened = is_opened or _OPENING.search(op) is not None
         if inputs:
-            return [source for own in inputs for source in sources(own, is_opened)]
-        is_beside = not is_opened and (op in _BESIDE or name in counters)
+            return [source for own in inputs for source in self.sources(own, is_opened)]
+        is_beside = not is_opened and (op in _BESIDE or self._counts(name))
         return [] if is_beside else [name]
 
-    return sources(name, False)
+    def _counts(self, name: str) -> bool:
+        """Whether a dataset is of numbers without an end, which `enumerate` has, too."""
+        if self.datasets[name][0] != "RangeDataset":
+            return False
+        stop = self._nodes[_name(self._nodes[name].input[1])]
+        return stop.op == "Const" and reshuffling.value_of(stop) == tf.int64.max
 
-
-def _is_drawn(graph: graph_pb2.GraphDef, name: str) -> bool:
-    """Whether functions of a dataset, or of what it is made of, draw random numbers."""
-    datasets = _datasets(graph)
-    nodes = {node.name: node for node in graph.node}
-    functions = {function.signature.name: function for function in graph.library.function}
-    pending, seen = [nodes[name]], set()
-    while pending:
-        node = pending.pop()
-        if _DRAWS.fullmatch(node.op):
-            return True
-        if node.name in datasets:
-            pending += [nodes[own] for own in datasets[node.name][1]]
-        called = {own for value in node.attr.values() for own in _functions_in(value)} - seen
-        seen |= called
-        pending += [inner for own in called for inner in functions[own].node_def]
-    return False
+    def _is_drawn(self, name: str) -> bool:
+        """Whether functions of a dataset, or of what it is made of, draw random numbers."""
+        pending, seen = [self._nodes[name]], set()
+        while pending:
+            node = pending.pop()
+            if _DRAWS.fullmatch(node.op):
+                return True
+            if node.name in self.datasets:
+                pending += [self._nodes[own] for own in self.datasets[node.name][1]]
+            called = {own for value in node.attr.values() for own in _functions_in(value)} - seen
+            seen |= called
+            pending += [inner for own in called for inner in self._functions[own]]
+        return False
 
 
 def _functions_in(value: attr_value_pb2.AttrValue) -> list[str]:
     """The names of the functions that an attribute has."""
     return [own.name for own in (value.func, *value.list.func) if own.name]
-
-
-def _counters(graph: graph_pb2.GraphDef) -> set[str]:
-    """The names of datasets of numbers without an end, which `enumerate` has, too."""
-    nodes = {node.name: node for node in graph.node}
-    stops = {
-        node.name: nodes[_name(node.input[1])] for node in graph.node if node.op == "RangeDataset"
-    }
-    return {
-        name
-        for name, stop in stops.items()
-        if stop.op == "Const" and int(tf.make_ndarray(stop.attr["value"].tensor)) == tf.int64.max
-    }
-
-
-def _datasets(graph: graph_pb2.GraphDef) -> dict[str, tuple[str, list[str]]]:
-    """The datasets by their names, each with its op and the names of those that it is made of."""
-    datasets = {node.name: node for node in graph.node if _DATASET.fullmatch(node.op)}
-    return {
-        name: (node.op, [own for own in map(_name, node.input) if own in datasets])
-        for name, node in datasets.items()
-    }
 
 
 def _name(output: str) -> str:

@@ -7,15 +7,14 @@ takes more.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
-from tf_recsync.cluster import Cluster
 from tf_recsync.cluster.making_functions import making_functions
 from tf_recsync.strategies import data_parts, reshuffling
 from tf_recsync.strategies.data_lengths import cardinality_of
@@ -23,12 +22,7 @@ from tf_recsync.strategies.data_position import DataPosition
 from tf_recsync.strategies.done_batches import DoneBatches, Ranges, rest_of
 from tf_recsync.strategies.pass_batches import PassBatches
 from tf_recsync.strategies.pass_iterator import empty_batch
-from tf_recsync.strategies.registered_dataset import (
-    RegisteredDataset,
-    Registrations,
-    end_forgotten_passes,
-    register,
-)
+from tf_recsync.strategies.registered_dataset import RegisteredDataset, Registrations
 from tf_recsync.strategies.worker_datasets import WorkerDatasets
 from tf_recsync.strategies.worker_run import WorkerRun
 
@@ -61,85 +55,62 @@ def without_optionals(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return making_functions(lambda: dataset.map(converted))
 
 
+@dataclasses.dataclass(eq=False)
 class DistributedDataset:
     """What a strategy makes of a user's dataset: its batches, one worker each.
 
-    Args:
-        cluster: the workers, and where the input pipeline runs.
-        dataset: a batched tf.data.Dataset.
+    Attributes:
+        registrations: what is registered already, for other calls, and where; it counts passes.
+        whole: a batched tf.data.Dataset.
         start_predict: starts the workers on an iterator whose items are
             predictions; None if the dataset is trained or evaluated on.
         steps_per_epoch: an int, or None to run until the dataset ends.
-        length: the steps of an epoch where Keras knows them, or None.
         batch_size: the examples of a batch where they are known, or None.
         first: how many of the dataset's batches count, its first ones; None: all of them. Only the
             coordinator can give the first ones, as it gives all in order with `start_predict`.
-        reader_timeout: seconds to wait for the first reader.
-        apart: the datasets that workers make, of which `dataset` is the first; None if
-            there is one for all.
-        passes: counts the passes over datasets that are shuffled anew in each.
-        registrations: what is registered already, for other calls.
+        apart: the datasets that workers make, of which `whole` is the first; None if there is one
+            for all.
         is_over: whether the call that it was made for has ended.
         is_validation: whether `fit` evaluates on it.
-        retries: whether batches that are lost with a worker are done by others, if they can be
+        shall_retry: whether batches that are lost with a worker are done by others, if they can be
             found again.
-        given: what the user gave, by which passes are counted; None: that is `dataset`.
+        given: what the user gave, by which passes are counted; None: that is `whole`.
         pass_length: the batches of a pass where Keras knows them, or None.
         is_shuffled: whether Keras shuffles it anew each time that it begins.
         first_batches: gives the first batches of a Python generator, which can't begin again; None
             if the dataset comes from something else.
+        readers: in how many readers it runs; 0: in the coordinator's process, or on workers.
+        dataset: the batches of it that count.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        dataset: tf.data.Dataset,
-        start_predict: Callable[[DistributedIterator], WorkerRun] | None,
-        steps_per_epoch: int | None,
-        length: int | None,
-        batch_size: int | None = None,
-        first: int | None = None,
-        reader_timeout: float = 60.0,
-        apart: WorkerDatasets | None = None,
-        passes: reshuffling.Passes | None = None,
-        registrations: Registrations | None = None,
-        is_over: Callable[[], bool] = lambda: False,
-        is_validation: bool = False,
-        retries: bool = False,
-        given: tf.data.Dataset | None = None,
-        pass_length: int | None = None,
-        is_shuffled: bool = False,
-        first_batches: Callable[[], Iterator[Any]] | None = None,
-    ):
-        self.is_over = is_over
-        self.is_validation = is_validation
-        self._passes = passes or reshuffling.Passes()
-        self._registrations = registrations or Registrations()
-        self._reader_timeout = reader_timeout
-        is_here = first is not None or start_predict is not None
-        self.readers = 0 if is_here or apart is not None else cluster.readers
-        self._apart = apart
-        self._whole, self._first = dataset, first  # By these it is registered.
-        self.dataset = dataset if first is None else dataset.take(first)
-        self._given = dataset if given is None else given
-        self.steps_per_epoch = steps_per_epoch
-        self._length = length
-        self._pass_length = pass_length
-        self._is_shuffled = is_shuffled
-        self._first_batches = first_batches
-        self.batch_size = batch_size
-        self.start_predict = start_predict
-        self._cluster = cluster
+    registrations: Registrations
+    whole: tf.data.Dataset
+    start_predict: Callable[[DistributedIterator], WorkerRun] | None
+    steps_per_epoch: int | None
+    batch_size: int | None = None
+    first: int | None = None
+    apart: WorkerDatasets | None = None
+    is_over: Callable[[], bool] = lambda: False
+    is_validation: bool = False
+    shall_retry: bool = False
+    given: tf.data.Dataset | None = None
+    pass_length: int | None = None
+    is_shuffled: bool = False
+    first_batches: Callable[[], Iterator[Any]] | None = None
+
+    def __post_init__(self):
+        is_here = self.first is not None or self.start_predict is not None
+        cluster = self.registrations.cluster
+        self.readers = 0 if is_here or self.apart is not None else cluster.readers
+        self.dataset = self.whole if self.first is None else self.whole.take(self.first)
         self._registered: RegisteredDataset | None = None
-        self._seen: int | None = None  # The steps of the first epoch, as Keras counts.
-        self._shall_retry = retries
-        self._is_checked = False  # By `check_retries`.
-        self._is_position_checked = False
+        self._seen = float("inf")  # The steps of the first epoch, as Keras counts.
+        self._warned: set[str] = set()  # Of these, in words.
 
     @property
     def why_not_found_again(self) -> str:
         """Why batches that are lost can't be made once more; "" if they can."""
-        if self._first_batches is not None:
+        if self.first_batches is not None:
             return (
                 "a Python generator can't begin again: give a tf.data.Dataset or a "
                 "keras.utils.PyDataset"
@@ -161,14 +132,14 @@ class DistributedDataset:
     def _why_other_order(self) -> str:
         """Why the batches may come in another order when the dataset begins again; "" if it is
         the same one, as far as that shows."""
-        if self._is_shuffled:
+        if self.is_shuffled:
             return "Keras shuffles a PyDataset anew each time: call fit with shuffle=False"
         if reshuffling.has_any_order(self.dataset):
             return (
                 "the dataset's order is another one each time: give shuffle a seed, or call "
                 "keras.utils.set_random_seed, and leave options().deterministic as it is"
             )
-        if self._apart is not None and reshuffling.is_reshuffled(self.dataset):
+        if self.apart is not None and reshuffling.is_reshuffled(self.dataset):
             # Workers count the passes of the pipelines that they have.
             return (
                 "the order of datasets that workers make is another one where a worker was started "
@@ -189,15 +160,11 @@ class DistributedDataset:
     @property
     def can_go_back(self) -> bool:
         """Whether a pass can begin once more where it was."""
-        return self.keeps_positions and self._first_batches is None
+        return self.keeps_positions and self.first_batches is None
 
-    def parts_at(self, position: DataPosition | None = None) -> int:
-        """In how many parts the batches of a pass have numbers.
-
-        Args:
-            position: where it begins, if that is not the beginning.
-        """
-        if position is not None and position.batches:
+    def parts_at(self, position: DataPosition) -> int:
+        """In how many parts the batches of a pass have numbers that begins at a position."""
+        if position.batches:
             return position.parts
         return max(self.readers, 1) if self.is_numbered else 1
 
@@ -206,12 +173,12 @@ class DistributedDataset:
         """Whether the workers' batches are pairs of a number and a batch."""
         if self.start_predict is not None:
             return True  # Predictions go back into the order of the data by their numbers.
-        return self._shall_retry and self._apart is None and not self._why_not_numbered
+        return self.shall_retry and self.apart is None and not self._why_not_numbered
 
     @property
     def retries(self) -> bool:
         """Whether batches that are lost with a worker are done by others at the pass's end."""
-        if not self._shall_retry or self.why_not_found_again:
+        if not self.shall_retry or self.why_not_found_again:
             return False
         return not self.is_endless
 
@@ -223,31 +190,34 @@ class DistributedDataset:
     @functools.cached_property
     def _cardinality(self) -> int:
         """Of a pass: its batches, or what tf.data says if nobody knows them."""
-        if self._apart is not None:
-            return self._apart.cardinality
+        if self.apart is not None:
+            return self.apart.cardinality
         known = cardinality_of(self.dataset)
         # Of arrays, Keras alone knows them.
         is_open = known == tf.data.UNKNOWN_CARDINALITY
-        return self._pass_length if is_open and self._pass_length is not None else known
+        return self.pass_length if is_open and self.pass_length is not None else known
 
     def check_retries(self) -> None:
         """Warns, once, if batches that are lost shall be done by others, and can't be."""
-        is_new, self._is_checked = not self._is_checked, True
-        if is_new and self._shall_retry and self.why_not_found_again:
-            logging.warning(
+        if self.shall_retry and self.why_not_found_again:
+            self._warn_once(
                 "Batches that are lost with a worker will not be trained on: %s.",
                 self.why_not_found_again,
             )
 
     def check_position(self) -> None:
         """Warns, once, if nobody can go on where training is, though the position is saved."""
-        is_new, self._is_position_checked = not self._is_position_checked, True
-        if is_new and not self.keeps_positions:
-            logging.warning(
+        if not self.keeps_positions:
+            self._warn_once(
                 "Checkpoints do not have the position in the data, and who goes on from one begins "
                 "the epoch anew: %s.",
                 self._why_no_position,
             )
+
+    def _warn_once(self, message: str, why: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logging.warning(message, why)
 
     @property
     def _why_no_position(self) -> str:
@@ -266,14 +236,10 @@ class DistributedDataset:
         return self.steps_per_epoch is not None and is_open
 
     @property
-    def batches(self) -> int | None:
-        """The batches of an epoch as the dataset tells, or None if it does not."""
-        if self._length is not None:
-            return self._length
-        if self._apart is not None:
-            return self._apart.num_batches
-        batches = int(self.dataset.cardinality())
-        return batches if batches >= 0 else None
+    def batches(self) -> float:
+        """The batches of an epoch, infinite if their number is not known."""
+        asked = self.first if self.steps_per_epoch is None else self.steps_per_epoch
+        return self.known_batches if asked is None else asked
 
     @property
     def pass_batches(self) -> float:
@@ -294,22 +260,22 @@ class DistributedDataset:
         return self.known_batches if parts == 1 else float("inf")
 
     @property
-    def length(self) -> int | None:
-        """The steps of an epoch, or None if only its end will tell."""
+    def length(self) -> float:
+        """The steps of an epoch, infinite if only its end will tell."""
         # Each reader may end with a batch that is not full, and what a worker makes may
         # depend on the epoch.
-        if (self.readers > 1 or self._apart is not None) and self.steps_per_epoch is None:
-            return None
+        if (self.readers > 1 or self.apart is not None) and self.steps_per_epoch is None:
+            return float("inf")
         return self.batches
 
     @property
-    def expected(self) -> int | None:
-        """The steps of an epoch that Keras asks for, or None if it leaves that to the data."""
-        return self._seen if self.batches is None else self.batches
+    def expected(self) -> float:
+        """The steps of an epoch that Keras asks for, infinite if it leaves that to the data."""
+        return self._seen if self.batches == float("inf") else self.batches
 
     def ended(self, steps: int) -> None:
         """The data ended when Keras had asked for so many steps: it won't ask for more again."""
-        if self._seen is None:
+        if self._seen == float("inf"):
             self._seen = steps
 
     def reachable(self, position: DataPosition, slots: int) -> DataPosition:
@@ -324,9 +290,9 @@ class DistributedDataset:
         why = ""
         if position.batch_size != self.batch_size:
             why = f"batches had {position.batch_size} examples, and have {self.batch_size}"
-        elif self._apart is None and position.pipelines:
+        elif self.apart is None and position.pipelines:
             why = "workers made their own datasets, and there is one for all of them"
-        elif self._apart is not None and len(position.pipelines) != slots:
+        elif self.apart is not None and len(position.pipelines) != slots:
             count = len(position.pipelines)
             why = f"batches came from {count} input pipelines, and now from {slots}"
         elif not self.keeps_positions or (position.parts > 1 and not self.is_numbered):
@@ -339,7 +305,7 @@ class DistributedDataset:
                 "batches as that has; use repeat"
             )
         elif position.parts == 1 and position.epoch_batches > (
-            self.steps_per_epoch or self.batches or sys.maxsize
+            self.steps_per_epoch or self.batches or float("inf")
         ):
             why = f"{position.epoch_batches} of its steps were done, and now it has fewer"
         if why:
@@ -365,23 +331,23 @@ class DistributedDataset:
         Args:
             position: where it begins, if that is not the beginning; see `reachable`.
         """
-        number = self._passes.next(self._given, None if position is None else position.passes)
+        given = self.whole if self.given is None else self.given
+        before = None if position is None else position.passes
+        number = self.registrations.next_pass(given, before)
         position = position or DataPosition()
-        if self._apart is not None:
-            return self._apart, number
+        if self.apart is not None:
+            return self.apart, number
         if self.readers:
-            end_forgotten_passes(self._cluster, self._reader_timeout)
+            self.registrations.end_forgotten_passes()
         parts = self.parts_at(position)
         if position.batches or reshuffling.is_reshuffled(self.dataset):
             return self._register(number, position.prefix, position.done, parts), number
         if self._registered is None:
-            kind = (self.is_numbered, self.readers, self._first)
-            self._registered = self._registrations.find(
-                self._cluster, self._whole, kind, self._reader_timeout
-            )
+            kind = (self.is_numbered, self.readers, self.first)
+            self._registered = self.registrations.find(self.whole, kind)
             if self._registered is None:
                 self._registered = self._register(number, 0, (), parts)
-                self._registrations.add(self._whole, kind, self._registered)
+                self.registrations.add(self.whole, kind, self._registered)
         return self._registered, number
 
     def rest(self, number: int, done: DoneBatches, parts: int) -> RegisteredDataset:
@@ -403,15 +369,10 @@ class DistributedDataset:
     ) -> RegisteredDataset:
         # Another thread may take in a server, as one that was lost with some of the batches.
         dataset = making_functions(lambda: self._made(number, prefix, beyond, parts, end))
-        return register(self._cluster, dataset, self.readers, self._reader_timeout)
+        return self.registrations.register(dataset, self.readers)
 
     def _made(
-        self,
-        number: int,
-        prefix: int,
-        beyond: Ranges,
-        parts: int,
-        end: int | None = None,
+        self, number: int, prefix: int, beyond: Ranges, parts: int, end: int | None
     ) -> tf.data.Dataset:
         """What is to be registered."""
         dataset = self.dataset
@@ -440,12 +401,12 @@ class DistributedDataset:
 
     def local_batches(self) -> Iterator[Any]:
         """Batches in this process, for Keras to see what they look like; at least one."""
-        if self._first_batches is not None:
+        if self.first_batches is not None:
             # A pipeline takes more of the generator than it gives, and nobody would train on that.
-            yield from self._first_batches()
+            yield from self.first_batches()
             return
         is_empty = True
-        for dataset in [self.dataset] if self._apart is None else self._apart.all():
+        for dataset in [self.dataset] if self.apart is None else self.apart.all():
             for batch in iterated_here(dataset):
                 is_empty = False
                 yield batch

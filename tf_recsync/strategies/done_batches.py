@@ -29,14 +29,11 @@ class DoneBatches:
 
     def add(self, numbers: Sequence[int] | np.ndarray) -> int:
         """Adds numbers, of at least 0; returns how many of them were not in it before."""
-        found = np.unique(np.asarray(numbers, np.int64))
-        if not found.size:
+        if not len(numbers):
             return 0
-        breaks = np.flatnonzero(np.diff(found) != 1)
-        firsts = found[np.concatenate([[0], breaks + 1])]
-        ends = found[np.concatenate([breaks, [-1]])] + 1
+        found = np.asarray(numbers, np.int64)
         with self._lock:
-            return self._merge(np.stack([firsts, ends], 1))
+            return self._merge(np.stack([found, found + 1], 1))
 
     def _merge(self, ranges: np.ndarray) -> int:
         every = np.concatenate([self._ranges, ranges])

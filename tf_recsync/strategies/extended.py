@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import types
 
@@ -45,7 +46,7 @@ class Extended(tf.distribute.StrategyExtended):
         self._guard = guard
         self._has_copies = arrangement.has_copies
         self._servers = [processor_of("ps", server) for server in arrangement.embedding_ps]
-        self._next = 0  # Of the servers, for what nobody has placed.
+        self._turns = itertools.cycle(self._servers)  # For what nobody has placed.
         self._copies_tables = copies_tables
         self._sizes = [0] * arrangement.shards  # Elements, of what is copied.
 
@@ -69,13 +70,13 @@ class Extended(tf.distribute.StrategyExtended):
             if device is None:
                 # Keras's metrics alone are read so.
                 is_metric = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
-                device = CHIEF if is_metric else self._next_server()
+                device = CHIEF if is_metric else next(self._turns)
             return self._create_on(device, next_creator, **kwargs)
         if device not in self._servers:
             device = None
             is_table = re.fullmatch(DEFAULT_TABLES, kwargs.get("name") or "")
             if self._servers and is_table and not self._copies_tables:
-                device = self._next_server()
+                device = next(self._turns)
         if device is not None:
             return self._create_on(device, next_creator, **kwargs)
         arguments = arguments_of(kwargs)
@@ -87,10 +88,6 @@ class Extended(tf.distribute.StrategyExtended):
         self._sizes[copied.shard] += copied.shape.num_elements() or 0
         return copied
 
-    def _next_server(self) -> str:
-        self._next += 1
-        return self._servers[(self._next - 1) % len(self._servers)]
-
     def _create_on(self, device: str, next_creator, **kwargs) -> tf.Variable:
         with tf.device(device):
             if not tf.executing_eagerly() or kwargs.get("initial_value") is None:
@@ -101,12 +98,9 @@ class Extended(tf.distribute.StrategyExtended):
             variable.guard = self._guard
             return variable
 
-    def _call_for_each_replica(self, fn, args, kwargs):
-        with tf.distribute.ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):
-            return fn(*args, **kwargs)
-
     def call_for_each_replica(self, fn, args=(), kwargs=None):
-        return self._call_for_each_replica(fn, args, kwargs or {})
+        with tf.distribute.ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):
+            return fn(*args, **(kwargs or {}))
 
     def _use_merge_call(self) -> bool:
         return False

@@ -22,14 +22,7 @@ from tf_recsync._checks import check_at_least
 from tf_recsync.cluster import Cluster, Member
 from tf_recsync.cluster.silence_watch import silence_limit
 from tf_recsync.embedding.keys import KeyCounts, counts_of_tables
-from tf_recsync.strategies import (
-    checks,
-    model_functions,
-    reshuffling,
-    train_function,
-    watched_calls,
-    worker_functions,
-)
+from tf_recsync.strategies import checks, model_functions, train_function, watched_calls
 from tf_recsync.strategies.checks import OnBatchLost
 from tf_recsync.strategies.distributed_dataset import DistributedDataset, without_optionals
 from tf_recsync.strategies.extended import Extended
@@ -103,11 +96,7 @@ class FitStrategy(tf.distribute.Strategy):
         self._cluster = cluster
         self._arrangement = arrangement
         self._local_batch_size = local_batch_size
-        self._compute_time: worker_functions.ComputeTime | None = None
-        self._bandwidths: dict[str, float] = {}  # By the server's device, artificial.
-        self._speeds: dict[str, float] = {}  # By the device, artificial.
-        self._passes = reshuffling.Passes()
-        self._registrations = Registrations()
+        self._registrations = Registrations(cluster, limit)
         self._has_warned_of_threads = False
         self.renewals = 0  # How often variables were made anew, whose old handles nobody may use.
         self._settings = model_functions.Settings(
@@ -115,9 +104,6 @@ class FitStrategy(tf.distribute.Strategy):
             worker_timeout=worker_timeout,
             silence_timeout=limit,
             on_batch_lost=on_batch_lost,
-            compute_time=lambda: self._compute_time,
-            bandwidths=lambda: dict(self._bandwidths),
-            speeds=lambda: dict(self._speeds),
             arrangement=arrangement,
             mode=mode,
             prefetch_lookups=prefetch_lookups,
@@ -217,7 +203,7 @@ class FitStrategy(tf.distribute.Strategy):
             self._check_worker_datasets(dataset, caller)
             apart, dataset = dataset, dataset.first()
         verb, steps, given = caller.verb, caller.steps, caller.arguments.get("x")
-        pass_length = caller.pass_length
+        pass_length = getattr(caller.adapter, "num_batches", None)
         # Keras shuffles what it knows the length of.
         is_shuffled = isinstance(given, keras.utils.PyDataset) and pass_length is not None
         is_shuffled = is_shuffled and bool(caller.arguments.get("shuffle"))
@@ -226,20 +212,17 @@ class FitStrategy(tf.distribute.Strategy):
             # The first batches, whichever workers they go to.
             pass_length = None if pass_length is None else min(pass_length, steps)
             first, steps = steps, None
-        batch = self._batch_size(dataset, caller.batch_size) if verb == "fit" else None
+        known = getattr(caller.adapter, "batch_size", None)
+        batch = self._batch_size(dataset, known) if verb == "fit" else None
         start_predict = caller.model.predict_function.start if verb == "predict" else None
         found = DistributedDataset(
-            self._cluster,
+            self._registrations,
             dataset,
             start_predict,
             steps,
-            caller.length,
             batch,
             first,
-            self._settings.silence_timeout,
             apart,
-            self._passes,
-            self._registrations,
             caller.is_over,
             caller.verb == "validate",
             verb != "fit" or self._settings.on_batch_lost == "retry",
@@ -700,10 +683,8 @@ class _Caller:
         model: whose fit, evaluate or predict it is; None if it is none of them.
         verb: which of them; "validate" if fit evaluates.
         steps: what its `steps` or `steps_per_epoch` says, or None.
-        length: the steps of an epoch where Keras knows them, or None.
-        pass_length: the batches of the data where Keras knows them, or None.
-        batch_size: the examples of a batch where Keras knows them, or None.
-        adapter: what Keras makes the dataset of the data with; None outside of these.
+        adapter: what Keras makes the dataset of the data with, and may know their batches and the
+            examples of each by; None outside of these.
         arguments: what Keras makes its epoch iterator of.
         is_over: whether that call has ended, in whatever way.
     """
@@ -711,9 +692,6 @@ class _Caller:
     model: keras.Model | None = None
     verb: str | None = None
     steps: int | None = None
-    length: int | None = None
-    pass_length: int | None = None
-    batch_size: int | None = None
     adapter: Any = None
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_over: Callable[[], bool] = lambda: False
@@ -753,13 +731,10 @@ def _keras_caller() -> _Caller:
     while frame is not None:
         caller = frame.f_locals.get("self")
         if hasattr(caller, "steps_per_execution") and hasattr(caller, "data_adapter"):
-            # Keras's epoch iterator, which knows the length of shuffled arrays, too.
+            # Keras's epoch iterator, whose adapter knows the length of shuffled arrays, too.
             found = dataclasses.replace(
                 found,
                 steps=caller.steps_per_epoch or None,  # As Keras takes 0.
-                length=caller.num_batches,
-                pass_length=caller.data_adapter.num_batches,
-                batch_size=caller.data_adapter.batch_size,
                 adapter=caller.data_adapter,
                 arguments=frame.f_locals.get("kwargs", {}),
             )

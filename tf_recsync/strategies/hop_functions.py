@@ -85,7 +85,7 @@ class HopTrainFunction(TrainFunction):
                 copies,
                 exchanged(model),
                 stall_seconds,
-                settings.bandwidths,
+                settings.bandwidths.copy,
                 self.recordings,
             )
 

@@ -8,7 +8,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -55,33 +55,33 @@ _UNROLL_SHARE = 16  # Steps of a call from which more steps are unrolled: they a
 _Functions = dict[tuple[int, ...], dict[int, worker_functions.Repeated]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Settings:
-    """What the functions need of the strategy.
+    """What the functions need of the strategy. Only what is artificial changes.
 
     Attributes:
         cluster: the connected cluster.
         worker_timeout: seconds without any worker after which a pass fails.
         silence_timeout: seconds without a sign of life after which a server is given up.
         on_batch_lost: what becomes of batches that are lost with a worker while a model trains.
-        compute_time: returns what computes the artificial compute time, or None.
-        bandwidths: returns artificial bandwidths, in bytes per second by server's device.
-        speeds: returns artificial speeds, in floating-point operations per second by device.
         arrangement: the groups of workers.
         mode: when workers of a group start and its servers apply.
         prefetch_lookups: whether steps pull the lookups of the next one.
+        compute_time: computes the artificial compute time, or None.
+        bandwidths: artificial ones, in bytes per second by server's device.
+        speeds: artificial ones, in floating-point operations per second by device.
     """
 
     cluster: Cluster
     worker_timeout: float
     silence_timeout: float
     on_batch_lost: OnBatchLost
-    compute_time: Callable[[], worker_functions.ComputeTime | None]
-    bandwidths: Callable[[], dict[str, float]]
-    speeds: Callable[[], dict[str, float]]
     arrangement: Arrangement
     mode: Mode
     prefetch_lookups: bool
+    compute_time: worker_functions.ComputeTime | None = None
+    bandwidths: dict[str, float] = dataclasses.field(default_factory=dict)
+    speeds: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Observer(Protocol):
@@ -112,9 +112,9 @@ class Steps:
         self._model = model
         self._settings = settings
         self._variables = variables
-        self._functions: dict[Any, tuple[_Functions, Layout]] = {}
-        self._current: _Functions = {}  # Of those.
-        self._owners: dict[tuple[int, ...], str] = {}  # Who counts their steps.
+        self._functions: _Functions = {}
+        self._key: Hashable = None  # What they were traced for.
+        self._layouts: dict[tuple[int, ...], Layout] = {}  # By servers, as they are.
         self._calls_are_told = False  # To end, see `_teller_of`.
         self._boards = CallBoards(settings.cluster)
         self._unrolled: Callable[..., _Functions] | None = None  # Traces them with more steps.
@@ -128,8 +128,7 @@ class Steps:
         self._batches: PassBatches | None = None  # Of the pass that runs, or ran last.
         self._is_numbered = False  # Whether those that functions were traced for last have numbers.
         self._notes_events = False  # Whether these note what steps do when.
-        self._reader: PackedReader | None = None  # Of the workers' metrics, in this layout.
-        self._read_layout: Layout | None = None
+        self._reader: PackedReader | None = None  # Of the workers' metrics.
         self._initial: list[np.ndarray] = []  # Of what workers keep for themselves, in a pass.
         self._seeds = WorkerSeeds()
         self._steps_before = 0  # That the model had trained when the pass began.
@@ -324,13 +323,19 @@ class Steps:
 
     def worker_steps(self) -> list[int]:
         """The steps that each worker has finished in the pass that runs, or ran last."""
-        if self._run is None:
-            return [0] * self._settings.cluster.workers
         steps = [0] * self._settings.cluster.workers
-        for slot in self._run.slots:
-            # A worker's thread fills its slot when it has opened its iterator.
-            steps[slot.index] += 0 if slot.state is None else slot.known_steps
+        for slot, _ in self._states():
+            steps[slot.index] += slot.known_steps
         return steps
+
+    def _states(self) -> Iterator[tuple[Slot, WorkerState]]:
+        """The workers' threads that are open in the pass that runs, or ran last, and their
+        states."""
+        for slot in [] if self._run is None else self._run.slots:
+            # A worker's thread fills its slot when it has opened its iterator.
+            state = slot.state
+            if state is not None:
+                yield slot, state
 
     @property
     def run(self) -> WorkerRun | None:
@@ -358,19 +363,17 @@ class Steps:
     def data_wait(self) -> list[float]:
         """The seconds that each worker has waited for batches in all passes."""
         waited = list(self._waited)
-        for slot in [] if self._run is None else self._run.slots:
-            if slot.state is not None:
-                waited[slot.index] += 1e-6 * slot.state.waited / self.threads
+        for slot, state in self._states():
+            waited[slot.index] += 1e-6 * state.waited / self.threads
         return waited
 
     def steps_and_waits(self) -> list[tuple[int, float]]:
         """Of each worker, the steps that it had done in the pass that runs when it was last read,
         -1 if it never was, and the seconds that it had waited for their batches."""
         found = [(-1, 0.0)] * self._settings.cluster.workers
-        for slot in self._run.slots:
-            if slot.state is not None:
-                steps, waited = slot.state.counted_and_waited
-                found[slot.index] = steps, 1e-6 * waited
+        for slot, state in self._states():
+            steps, waited = state.counted_and_waited
+            found[slot.index] = steps, 1e-6 * waited
         return found
 
     @property
@@ -387,28 +390,22 @@ class Steps:
             self._losses += Losses(batches=int(missing))
 
     def _begin_epoch(self, iterator: DistributedIterator) -> None:
-        run = iterator.run
-        steps = iterator.distributed.steps_per_epoch
+        run, data = iterator.run, iterator.distributed
+        steps = data.steps_per_epoch
         skipped, iterator.skipped = iterator.skipped, 0
         # Keras asks for what was skipped, too, and gets it at once. What a worker that was lost
         # since the last epoch has done in that may count as done no more: it is done in this one.
         before = run.completed if steps is None else max(run.completed, int(run.granted))
-        done = before - skipped
+        self._epoch_began = done = before - skipped
         self._is_final = False
         self._refresh_at = 0.0  # The first call shows nothing of the epoch before.
         counted = iterator.counted - iterator.asked  # Before this epoch.
         self._target, iterator.asked = done + iterator.asked, 0
-        length = iterator.distributed.length
-        self._epoch_began = done
-        self._epoch_end = done + length if length is not None else float("inf")
-        batches, expected = iterator.distributed.batches, iterator.distributed.expected
+        self._epoch_end = done + data.length
         # The data may end within an epoch. Keras ends it when it has counted as many steps as they
         # have batches, and begins a pass.
-        known = iterator.distributed.known_batches
-        left = known - self._uncounted - done
-        self._epoch_batches = left if batches is None else min(batches, left)
-        left = known - counted
-        self._expected = done + (left if expected is None else min(expected, left))
+        self._epoch_batches = min(data.batches, data.known_batches - self._uncounted - done)
+        self._expected = done + min(data.expected, data.known_batches - counted)
         for slot in run.slots:
             if slot.state is not None:
                 slot.state.reset_metrics = True
@@ -438,10 +435,6 @@ class Steps:
         steps = self._model.steps_per_execution
         layout = self._continue(iterator)
         metrics = len(self._merged_variables)
-        if layout is not self._read_layout:
-            variables = [v._value for v in self._merged_variables]
-            self._reader = PackedReader([step_counts.COUNTS, *variables], batches.done is not None)
-            self._read_layout = layout
         if is_anew:
             self._initial = initial_values(layout.private)
             if is_training:
@@ -450,14 +443,13 @@ class Steps:
         initial = self._initial
 
         def open_worker(slot: Slot):
-            before, iterator = slot.state, None
+            before, kept = slot.state, None
             if slot.kept_data == self._settings.cluster.membership.life(slot.worker):
-                iterator = before.hand_over()
-            kept = iterator
-            if iterator is None:
+                kept, before.iterator = before.iterator, None  # Nobody closes it with `before`.
+            if kept is None:
                 slot.kept_data = None
                 slot.has_kept = False
-                iterator = batches.iterator(slot)
+            iterator = batches.iterator(slot) if kept is None else kept
             private = self._seeds.values(layout.private, initial, slot.number, self._steps_before)
             try:
                 has_numbers = batches.done is not None
@@ -467,7 +459,7 @@ class Steps:
                 state = self._open(slot.index, before, iterator, private, row, log)
             except BaseException:
                 if kept is not None:
-                    before.take_back(kept)
+                    before.iterator = kept
                 raise
             slot.state = state  # From now on it is closed, whatever happens.
             for function in self._functions_of(slot).values():
@@ -477,7 +469,7 @@ class Steps:
 
         def call(slot: Slot, n: int):
             state = slot.state
-            state.begin(slot.pass_began if self._settings.compute_time() else None)
+            state.begin(slot.pass_began if self._settings.compute_time else None)
             slot.begin_call(n)
             if state.reset_metrics:
                 state.reset([np.array(value) for value in initial[:metrics]])
@@ -515,8 +507,7 @@ class Steps:
             self._uncounted = begin.batches - completed
             self._pass_batches = iterator.distributed.pass_batches
             if self.beginning is None:
-                own = dataclasses.replace(begin, passes=self._passes_before)
-                self.beginning = own
+                self.beginning = dataclasses.replace(begin, passes=self._passes_before)
         self._position = iterator.failed = None
         self._run.when_done(self._go_on)
         return self._run
@@ -528,8 +519,7 @@ class Steps:
 
     def _goes_on(self, error: BaseException, iterator: Any) -> bool:
         """Whether a call of Keras that has failed is done once more, as what was lost is there."""
-        del error, iterator
-        return False
+        raise NotImplementedError
 
     def _can_recover(self) -> bool:
         """Whether another pass takes over from one that fails, with the batches that workers
@@ -538,8 +528,8 @@ class Steps:
 
     def forget_traced(self) -> None:
         """What functions refer to is made anew: they are traced again before they are used."""
-        self._functions, self._current, self._owners = {}, {}, {}
-        self._unrolled = None
+        self._key = self._unrolled = None
+        self._functions, self._layouts = {}, {}
 
     def _give_up(self) -> None:
         """An error goes to Keras, and to the user."""
@@ -566,7 +556,7 @@ class Steps:
         traced = making_functions(lambda: unrolled(most))
         for servers, functions in traced.items():
             # Workers' threads may have the ones of before in hand.
-            self._current[servers] = {**self._current[servers], **functions}
+            self._functions[servers] = {**self._functions[servers], **functions}
         run.end_calls()
 
     def _run_steps(self, slot: Slot, n: int) -> tuple[int, bool]:
@@ -636,10 +626,7 @@ class Steps:
     def _continue(self, iterator: DistributedIterator) -> Layout:
         """Makes ready to go on where the model stands; nobody may be in a step."""
         lengths = self._lengths(iterator)
-        self._current, layout = making_functions(
-            lambda: self._traced(iterator, tuple(sorted(lengths)))
-        )
-        return layout
+        return making_functions(lambda: self._make_functions(iterator, tuple(sorted(lengths))))
 
     def _lengths(self, iterator: DistributedIterator) -> set[int]:
         """How many steps the functions have that workers call, again and again."""
@@ -657,11 +644,12 @@ class Steps:
 
     def _functions_of(self, slot: Slot) -> dict[int, worker_functions.Repeated]:
         """The functions of a worker's thread, by their steps."""
-        return self._current[self._servers_of(slot)]
+        return self._functions[self._servers_of(slot)]
 
     def _owner_of(self, slot: Slot) -> str:
-        """The device that counts the steps of a worker's thread."""
-        return self._owners[self._servers_of(slot)]
+        """The device that counts the steps of a worker's thread; "" if none does."""
+        layout = self._layouts[self._servers_of(slot)]
+        return layout.owner if self.method == "train_step" else ""
 
     def _servers_of(self, slot: Slot) -> tuple[int, ...]:
         """The servers that the steps of a worker's thread name."""
@@ -676,15 +664,18 @@ class Steps:
         """All of these."""
         return [None]
 
-    def _traced(self, iterator, lengths) -> tuple[_Functions, Layout]:
-        """The functions of so many steps, and the layout, in which groups differ by devices."""
-        compute_time, bandwidths = self._settings.compute_time(), self._settings.bandwidths()
+    def _make_functions(self, iterator: DistributedIterator, lengths: Sequence[int]) -> Layout:
+        """Traces the functions of so many steps, unless they are there.
+
+        Returns:
+            The layout, in which groups differ by devices.
+        """
+        compute_time, bandwidths = self._settings.compute_time, self._settings.bandwidths.copy()
         spec = iterator.distributed.element_spec
         self._is_numbered = iterator.distributed.is_numbered
         # More steps may be unrolled when somebody has begun to record, or has stopped.
         self._notes_events = self.is_recorded
-        is_training = self.method == "train_step"
-        limits = self._settings.speeds() if is_training else {}
+        limits = self._settings.speeds.copy() if self.method == "train_step" else {}
         key = self._variables.trace_key(
             spec,
             bandwidths,
@@ -693,16 +684,17 @@ class Steps:
             tuple(limits.items()),
             (self._is_numbered, self._notes_events, self._most_per_call()),
         )
-        if key not in self._functions:
+        if key != self._key:
+            self._key = None
             self._step_logs = StepLogs(self._model, self.method, spec, self._logged)
             # Groups whose trainers hold their copies name the same devices.
             groups = {() if g is None else g.servers: g for g in self._groups()}
-            layouts: dict[tuple[int, ...], Layout] = {}
 
             @functools.cache
             def lookups() -> Lookups:
                 """The same for all groups, and however many steps are unrolled."""
-                return find_lookups(self._model, next(iter(layouts.values())), self.method, spec)
+                layout = next(iter(self._layouts.values()))
+                return find_lookups(self._model, layout, self.method, spec)
 
             def trace(*lengths: int) -> _Functions:
                 with links.limited(bandwidths), speeds.limited(limits):
@@ -711,30 +703,30 @@ class Steps:
                             n: self._trace(layout, spec, lookups(), n, compute_time)
                             for n in lengths
                         }
-                        for servers, layout in layouts.items()
+                        for servers, layout in self._layouts.items()
                     }
 
             def trace_all() -> _Functions:
                 logged = tuple(self._logged.variables.values())
-                layouts.update((s, self._variables.layout(g, logged)) for s, g in groups.items())
-                owners = {s: layout.owner if is_training else "" for s, layout in layouts.items()}
-                self._owners = owners
-                self._calls_are_told = all(map(self._teller_of, layouts.values()))
+                self._layouts = {s: self._variables.layout(g, logged) for s, g in groups.items()}
+                self._calls_are_told = all(map(self._teller_of, self._layouts.values()))
                 return trace(*lengths)
 
             began = time.monotonic()
             try:
-                traced = trace_all()
+                self._functions = trace_all()
             except NewLogged as found:  # Only a trace shows what steps return.
                 self._logged.add(found.names)
                 began = time.monotonic()
-                traced = trace_all()
-            self._functions = {key: (traced, next(iter(layouts.values())))}
+                self._functions = trace_all()
             self._trace_seconds = (time.monotonic() - began) / sum(lengths)
             # With lookups ahead, the number of unrolled steps is the user's choice.
             is_open = max(lengths) < self.most_unrolled and not self._settings.prefetch_lookups
             self._unrolled = trace if is_open else None
-        return self._functions[key]
+            variables = [variable._value for variable in self._merged_variables]
+            self._reader = PackedReader([step_counts.COUNTS, *variables], self._is_numbered)
+            self._key = key
+        return next(iter(self._layouts.values()))
 
     def _trace(
         self,
@@ -761,7 +753,6 @@ class Steps:
             self.method == "train_step" and self._settings.prefetch_lookups,
             self._step_logs,
             self.mode.hogwild,
-            teller,
             self._is_numbered,
             self._notes_events,
             reports,
@@ -775,7 +766,7 @@ class Steps:
         once = RemoteFunction(once, replaced)
         if most is not None and most < 2 * steps:
             return worker_functions.Repeated(once, None)
-        loop = worker_functions.trace_loop(body, specs, self.call_limit, teller, reports)
+        loop = worker_functions.trace_loop(body, specs, self.call_limit, reports)
         return worker_functions.Repeated(once, RemoteFunction(loop, replaced))
 
     def _replaced(self, layout: Layout) -> list[tf.Tensor]:
@@ -859,7 +850,7 @@ class Steps:
                 applied.update(reading.applied)
         return applied
 
-    def _read_worker(self, slot: Slot, batches: PassBatches, answer: Answer | None = None) -> bool:
+    def _read_worker(self, slot: Slot, batches: PassBatches, answer: Answer | None = None) -> None:
         """Reads a worker's metrics, and which batches it has done.
 
         Args:
@@ -867,18 +858,20 @@ class Steps:
             batches: of the pass.
             answer: what the worker would say, if that is known; default None.
 
-        Returns:
-            Whether that counts: what a worker says that was given up does not.
-
         Raises:
             tf.errors.OpError: if it is lost.
         """
         # A worker's thread may be late with what it has read, and another epoch or pass have begun
         # meanwhile, to which that does not belong.
         state = slot.state
+        steps = state.steps
         if answer is None:
             answer = self._reader.read(state.asked(len(self._merged_variables), slot.device))
-        return self._take(slot, state, batches, answer, is_report=False)
+        counts = self._take(slot, state, batches, answer, is_report=False)
+        # What a worker says that was given up does not count. Of batches without numbers, those of
+        # the steps until then are done.
+        if counts and batches.are_noted and batches.done is None:
+            slot.noted = steps
 
     def _take(
         self, slot: Slot, state: WorkerState, batches: PassBatches, answer: Answer, is_report: bool
@@ -935,13 +928,6 @@ class TestFunction(Steps):
         if batches.are_noted and (ended or now - slot.read_at > self._refresh_seconds):
             self._read_worker(slot, batches)
             slot.read_at = now
-
-    def _read_worker(self, slot: Slot, batches: PassBatches, answer: Answer | None = None) -> bool:
-        steps = slot.state.steps
-        counts = super()._read_worker(slot, batches, answer)
-        if counts and batches.are_noted and batches.done is None:
-            slot.noted = steps
-        return counts
 
     def _end_pass(self, run: WorkerRun) -> None:
         # Who has no steps any more reads nothing by itself.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import uuid
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -196,9 +195,9 @@ class OnServers:
         self._operators = operators or Operators()
         self._divided: tuple[DividedLayer, ...] = ()
         self._name = f"feedback_{uuid.uuid4().hex}"
-        self._is_placed = False
         self._placed: list[tuple[Unit, int]] = []
-        self._homes: list[tuple[Unit, int]] = []  # Of these, and of those that are pulled.
+        # Of these, and of those that are pulled; None before that is decided.
+        self._homes: list[tuple[Unit, int]] | None = None
         self._followers: tuple[keras.Operation, ...] = ()
         self._unseeded = generator_of_steps()
         self._warned: set[str] = set()  # Of these variables, by their paths.
@@ -224,7 +223,7 @@ class OnServers:
         if placement == "trainers":
             return
         states = [state for optimizer in self.optimizers for state in optimizer.states]
-        if self._is_placed:
+        if self._homes is not None:
             # Another model that shares layers may have been placed since.
             place_variables(self._homes, states)
             return
@@ -234,7 +233,7 @@ class OnServers:
         found = self._decided(units, servers)
         self._placed = [(unit, where) for unit, where in found if not isinstance(where, str)]
         by_variable = {id(state.variable): state for state in states}
-        with self._scope():
+        with self._model.distribute_strategy.scope():  # As the model's variables were made.
             self._divided = tuple(
                 divided_layer(unit.layer, how, by_variable, servers)
                 for unit, how in found
@@ -252,12 +251,12 @@ class OnServers:
             if placement != "auto":
                 raise ValueError(nothing)
             logging.warning("%s", nothing)
-        homes = {} if self.plan is None else self.plan.weights
+        weights = {} if self.plan is None else self.plan.weights
         on_trainers = [unit for unit in units if all(unit is not other for other, _ in found)]
-        pulled = [(unit, homes[unit.path]) for unit in on_trainers if unit.path in homes]
-        self._homes = [*pulled, *self._placed]
-        place_variables(self._homes, states)
-        self._is_placed = True
+        pulled = [(unit, weights[unit.path]) for unit in on_trainers if unit.path in weights]
+        homes = [*pulled, *self._placed]
+        place_variables(homes, states)
+        self._homes = homes
 
     def _decided(self, units: Sequence[Unit], servers: int) -> list[tuple[Unit, int | How]]:
         """The layers with dense weights that run on servers, and where or how they are divided."""
@@ -338,10 +337,6 @@ class OnServers:
         return PlacedLayers(
             layers, self._divided, self._followers, devices, self._operators.compression, self._name
         )
-
-    def _scope(self) -> contextlib.AbstractContextManager:
-        """In which variables are made as the model's were."""
-        return self._model.distribute_strategy.scope()
 
     def unneeded(self, ps: int, others: Iterable[Server] = ()) -> set[Server]:
         """The parameter servers on which there is nothing that steps need.

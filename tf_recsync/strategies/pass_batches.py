@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,8 @@ class PassBatches:
             between two calls, where workers make their batches. Default False.
 
     Attributes:
-        begin: as above.
+        distributed: as above.
+        begin: where it begins.
         number: of the pass over the dataset, from 0.
         data: as workers get at it.
         done: the batches that are done; None where they have no numbers.
@@ -56,7 +58,7 @@ class PassBatches:
         self.begin = position or DataPosition()
         self.data: RegisteredDataset | WorkerDatasets
         self.data, self.number = distributed.shared(position)
-        self.parts = distributed.parts_at(position)
+        self.parts = distributed.parts_at(self.begin)
         self.retries = distributed.retries
         self.done: DoneBatches | None = None
         if distributed.is_numbered:
@@ -65,9 +67,9 @@ class PassBatches:
         self.recounts = self.retries or (is_read_between and distributed.is_endless)
         self.are_noted = self.done is not None or (self.recounts and is_read_between)
         self.round = 0
-        self._distributed = distributed
+        self.distributed = distributed
         self._slots = slots
-        self._job = self.data.new_job()
+        self._job = _new_job()
         self._lock = threading.Lock()
         # Where workers make their batches: each slot's part; the batches that it had when it began
         # with that; of each part, those that other slots have done; and the parts that have ended.
@@ -75,11 +77,6 @@ class PassBatches:
         self._before = [0] * slots
         self._by_others = list(self.begin.pipelines or [0] * slots)
         self._ended: set[int] = set()
-
-    @property
-    def readers(self) -> int:
-        """How many readers may have parts of the data."""
-        return self.data.readers
 
     def iterator(self, slot: Slot) -> PassIterator:
         """Joins the pass; call it under the worker's device scope."""
@@ -95,14 +92,6 @@ class PassBatches:
         if has_none:
             return self.data.empty()
         return self.data.iterator(slot.index, part, self._slots, taken, earlier)
-
-    def tell_of_loss(self) -> None:
-        """A worker was lost: says, once, if its batches can't be found again, though they shall."""
-        self._distributed.check_retries()
-
-    def tell_of_position(self) -> None:
-        """Its position is saved: says, once, if nobody can go on there."""
-        self._distributed.check_position()
 
     def note(self, slot: Slot, numbers: Sequence[int] | np.ndarray) -> None:
         """A thread's worker has done these batches."""
@@ -135,13 +124,12 @@ class PassBatches:
         """
         if isinstance(self.data, WorkerDatasets):
             has_more = self._hand_on(slots)
-        elif not has_lost or self.done.count >= self._distributed.batches_of(self.parts):
+        elif not has_lost or self.done.count >= self.distributed.batches_of(self.parts):
             has_more = False
         else:
-            rest = self._distributed.rest(self.number, self.done, self.parts)
-            job = rest.new_job()
+            rest = self.distributed.rest(self.number, self.done, self.parts)
             with self._lock:  # One that comes back may be about to join.
-                self.data, self._job = rest, job
+                self.data, self._job = rest, _new_job()
             has_more = True
         self.round += has_more
         return has_more
@@ -176,3 +164,8 @@ class PassBatches:
             return True
         with self._lock:
             return len(self._ended) == self._slots
+
+
+def _new_job() -> str:
+    """The name of a new pass in the service: readers may have served other coordinators."""
+    return f"recsync_{uuid.uuid4().hex}"

@@ -64,7 +64,7 @@ class PredictFunction:
 
     def _function(self, element_spec: Any) -> tuple[Callable, Layout]:
         """Predicts a batch; and where it finds the variables. Traced where it has changed."""
-        bandwidths = self._settings.bandwidths()
+        bandwidths = self._settings.bandwidths.copy()
         key = self._variables.trace_key(element_spec, bandwidths)
         if key != self._key:
             layout = self._variables.layout()
@@ -72,8 +72,7 @@ class PredictFunction:
                 traced = making_functions(
                     lambda: worker_functions.trace_predict(self._model, layout, element_spec)
                 )
-            function = RemoteFunction(traced)
-            self._key, self._traced = key, (function, layout)
+            self._key, self._traced = key, (RemoteFunction(traced), layout)
         return self._traced
 
     def start(self, iterator: DistributedIterator) -> WorkerRun:

@@ -7,7 +7,6 @@ first.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -31,25 +30,6 @@ _SEEDS_ALONE = {op: places for op, (places, _) in _SEEDS.items()} | {
 _EACH_PASS = ("reshuffle_each_iteration", "rerandomize_each_iteration")
 
 
-class Passes:
-    """Counts the passes over datasets; as long as somebody has them."""
-
-    def __init__(self):
-        self._counts: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
-
-    def next(self, dataset: tf.data.Dataset, number: int | None = None) -> int:
-        """How many passes over a dataset there were before this one.
-
-        Args:
-            dataset: the dataset.
-            number: how many there were, if this one goes on with one of them; None: it is new.
-        """
-        if number is None:
-            number = self._counts.get(dataset, 0)
-        self._counts[dataset] = number + 1
-        return number
-
-
 def with_sources(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     """A dataset, and all those that it is made of."""
     pending = [dataset]
@@ -68,6 +48,13 @@ def described(dataset: tf.data.Dataset) -> graph_pb2.GraphDef:
             external_state_policy=policy or options.ExternalStatePolicy.WARN
         )
         return graph_pb2.GraphDef.FromString(graph.numpy())
+
+
+def rebuilt(dataset: tf.data.Dataset, graph: graph_pb2.GraphDef) -> tf.data.Dataset:
+    """A dataset made of a description of another one that was changed."""
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+    made = dataset_ops._VariantDataset(variant, dataset.element_spec)
+    return made.with_options(dataset.options())
 
 
 def is_reshuffled(dataset: tf.data.Dataset) -> bool:
@@ -136,12 +123,10 @@ def in_pass(dataset: tf.data.Dataset, number: int) -> tf.data.Dataset:
     try:
         graph = described(dataset)
         _reseed(graph, number)
-        variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+        return rebuilt(dataset, graph)
     except (tf.errors.OpError, ValueError) as error:
         logging.warning("The dataset keeps its order in each epoch: %s", error)
         return dataset
-    rebuilt = dataset_ops._VariantDataset(variant, dataset.element_spec)
-    return rebuilt.with_options(dataset.options())
 
 
 def _reseed(graph: graph_pb2.GraphDef, number: int) -> None:
@@ -151,7 +136,7 @@ def _reseed(graph: graph_pb2.GraphDef, number: int) -> None:
         if node.op not in _SEEDS or not any(node.attr[name].b for name in _EACH_PASS):
             continue
         places, count = _SEEDS[node.op]
-        seeds = [_value(by_name[node.input[place]]) for place in places]
+        seeds = [value_of(by_name[node.input[place]]) for place in places]
         if not any(seeds):
             continue
         entropy = [seed % 2**64 for seed in seeds]
@@ -171,8 +156,9 @@ def _reseed(graph: graph_pb2.GraphDef, number: int) -> None:
 def _is_zero(constant: node_def_pb2.NodeDef) -> bool:
     tensor = constant.attr["value"].tensor
     is_number = tensor.dtype == tf.int64.as_datatype_enum and not tensor.tensor_shape.dim
-    return is_number and _value(constant) == 0
+    return is_number and value_of(constant) == 0
 
 
-def _value(constant: node_def_pb2.NodeDef) -> int:
+def value_of(constant: node_def_pb2.NodeDef) -> int:
+    """The number that a constant has."""
     return int(tf.make_ndarray(constant.attr["value"].tensor))

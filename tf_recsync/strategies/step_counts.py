@@ -93,20 +93,9 @@ def add_applied(row: tf.Tensor, owner: str, operations: Sequence[tf.Operation]) 
         return ops.count_step(row)
 
 
-def read_told(row: tf.Tensor, owner: str) -> tf.Tensor:
-    """What a worker is told, see `ops.read_row`, on the worker.
-
-    Args:
-        row: the handle of the worker's row.
-        owner: the device that has it.
-    """
-    with tf.device(owner):
-        told = ops.read_row(row)
-    return tf.identity(told)
-
-
 class Reports:
-    """Has workers report of themselves to the server that counts their steps, while it is traced.
+    """Has workers report of themselves to the server that counts their steps, and be told by it
+    when to end a call, while their functions are traced.
 
     A report is a message of the counts, the first of a worker's variables, and the numbers of its
     batches that nobody knows yet.
@@ -122,23 +111,33 @@ class Reports:
         self._variables = variables
         self._is_numbered = is_numbered
 
+    def read_told(self, row: tf.Tensor) -> tf.Tensor:
+        """What a worker is told, see `ops.read_row`, on the worker.
+
+        Args:
+            row: the handle of the worker's row.
+        """
+        with tf.device(self._owner):
+            told = ops.read_row(row)
+        return tf.identity(told)
+
     def send(
         self,
+        told: tf.Tensor,
         count: tf.Tensor,
         row: tf.Tensor,
         log: tf.Tensor,
-        handles: Sequence[tf.Tensor],
-        told: tf.Tensor,
+        *handles: tf.Tensor,
         is_last: bool,
     ) -> None:
         """Sends one, if it is time.
 
         Args:
-            count: the handle of the worker's counts.
+            told: what the worker is told, see `read_told`.
+            count: the handle of its counts.
             row: that of its row.
             log: that of its log.
-            handles: those of its variables.
-            told: what it is told, see `read_told`.
+            *handles: those of its variables.
             is_last: whether it is sent in any case.
         """
 

@@ -77,8 +77,9 @@ class StepLogs:
         self._model = model
         self._method = method
         self._logged = logged
-        self._returned: set[str] | None = None  # By the step, once it is traced.
-        self._numbers: set[str] = set()  # Of these, what is no metric.
+        # What the step returns of metrics, once it is traced, and what is none.
+        self._metrics: set[str] | None = None
+        self._numbers: set[str] = set()
         # What Keras's own steps return, or {m.name: m.result() for m in self.metrics}.
         self._names = [(metric, _names_of(metric)) for metric in model.metrics]
         self._known = {*model.get_metrics_result(), *(n for _, names in self._names for n in names)}
@@ -122,7 +123,7 @@ class StepLogs:
         if unknown:
             raise NewLogged(sorted(unknown))
         self._logged.note(others)
-        self._returned, self._numbers = set(logs), set(others)
+        self._metrics, self._numbers = set(logs) - set(others), set(others)
 
     def results(self, sums: Iterable[np.ndarray] = ()) -> dict[str, Any]:
         """The logs, with the metrics' variables as they are now.
@@ -146,10 +147,9 @@ class StepLogs:
             with tf.device("/CPU:0"):
                 found = self._compute(*[tf.constant(np.asarray(v)) for v in variables])
         # A metric's own name may stand for several results, as that of the compiled ones.
-        returned = self._returned and self._returned - self._numbers
-        if returned is None or not returned <= found.keys():
+        if self._metrics is None or not self._metrics <= found.keys():
             return found
-        return {name: value for name, value in found.items() if name in returned}
+        return {name: value for name, value in found.items() if name in self._metrics}
 
 
 class _Merged(keras.StatelessScope):

@@ -148,7 +148,7 @@ class TrainFunction(Steps):
         run = self._run
         if self._position is not None or run is None:
             return self._position or DataPosition()  # Nothing of the pass was trained on.
-        self._batches.tell_of_position()
+        self._batches.distributed.check_position()
         done, steps = self._batches.done, run.completed
         if done is None:
             batches, beyond = self._uncounted + steps, ()
@@ -365,10 +365,10 @@ class TrainFunction(Steps):
     def _note_sync(self, group: int, seconds: float, shard: int) -> None:
         self.recordings.add_sync(self._arrangement.groups[group].trainers[0], seconds, shard)
 
-    def _read_worker(self, slot: Slot, batches: PassBatches, answer: Answer | None = None) -> bool:
+    def _read_worker(self, slot: Slot, batches: PassBatches, answer: Answer | None = None) -> None:
         if self.is_recorded and answer is None:
             self._take_events(slot, slot.state)
-        return super()._read_worker(slot, batches, answer)
+        super()._read_worker(slot, batches, answer)
 
     # The groups, and what keeps them together.
 

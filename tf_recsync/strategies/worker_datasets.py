@@ -84,10 +84,6 @@ class WorkerDatasets(DataAdapter):
 
     # What workers do.
 
-    def new_job(self) -> str:
-        """The name of a new pass."""
-        return ""  # Nobody shares anything that would need one.
-
     def iterator(
         self, worker: int, part: int, parts: int, taken: int, skipped: int = 0
     ) -> PassIterator:

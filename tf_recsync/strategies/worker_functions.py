@@ -7,6 +7,7 @@ of the variables that it keeps for itself, so that a call takes and returns next
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,14 +15,7 @@ import keras
 import tensorflow as tf
 
 from tf_recsync.cluster import Server
-from tf_recsync.strategies.step_counts import (
-    DataWait,
-    Reports,
-    add_applied,
-    add_step,
-    read_steps,
-    read_told,
-)
+from tf_recsync.strategies.step_counts import DataWait, Reports, add_applied, add_step, read_steps
 from tf_recsync.strategies.step_events import NotedEvents, StepEvents
 from tf_recsync.strategies.step_logs import Logged, StepLogs
 from tf_recsync.strategies.worker_state import WorkerState
@@ -58,7 +52,7 @@ def turns(
 
     Args:
         once: does it, while it is traced, of what the worker was told before; if it can be told
-            to end a call, it returns what it is told then, see `read_told`.
+            to end a call, it returns what it is told then, see `Reports.read_told`.
         times: how often, an int64 scalar.
         seconds: for so long at most.
         told: what it was told before the call, if it can be; else None.
@@ -138,11 +132,7 @@ class Repeated:
 
 
 def trace_loop(
-    body: Callable,
-    specs: Sequence[Any],
-    seconds: float,
-    teller: str = "",
-    reports: Reports | None = None,
+    body: Callable, specs: Sequence[Any], seconds: float, reports: Reports | None = None
 ) -> Callable:
     """Has a worker call a function of steps again and again by itself.
 
@@ -150,8 +140,8 @@ def trace_loop(
         body: a concrete function of an iterator and more, such as `trace_steps` gave.
         specs: of its arguments.
         seconds: see `turns`.
-        teller: the device that tells the worker when to end; default "": none does.
-        reports: the worker reports at the end of the call; default None: it does not.
+        reports: the worker is told when to end, and reports at the end of the call; default None:
+            neither.
 
     Returns:
         A concrete function of (iterator, how often, *the others), which returns how often it
@@ -160,16 +150,16 @@ def trace_loop(
 
     def loop(iterator, times, *arguments):
         _, row, *_ = arguments[_HANDLES:]
-        told = read_told(row, teller) if teller else None
+        told = None if reports is None else reports.read_told(row)
 
         def once(told):
-            return body(iterator, *([] if reports is None else [told]), *arguments)
+            return body(iterator, *([] if told is None else [told]), *arguments)
 
         # What `body` does on servers is part of each turn: that costs a message for each.
-        done, told = turns(once, times, seconds, told)
+        done, last = turns(once, times, seconds, told)
         if reports is not None:
             with tf.control_dependencies([done]):
-                _report_last(reports, arguments, told)
+                reports.send(last, *arguments[_HANDLES:], is_last=True)
         return done
 
     first, *others = specs
@@ -184,7 +174,7 @@ def trace_once(body: Callable, specs: Sequence[Any], reports: Reports) -> Callab
     Args:
         body: see `trace_loop`, like the others.
         specs: of its arguments.
-        reports: as above.
+        reports: has it report.
 
     Returns:
         A concrete function of the same arguments.
@@ -193,14 +183,9 @@ def trace_once(body: Callable, specs: Sequence[Any], reports: Reports) -> Callab
     def once(iterator, *arguments):
         told = body(iterator, tf.zeros([2], tf.int64), *arguments)
         with tf.control_dependencies([told]):
-            _report_last(reports, arguments, told)
+            reports.send(told, *arguments[_HANDLES:], is_last=True)
 
     return tf.function(once, autograph=False).get_concrete_function(*specs)
-
-
-def _report_last(reports: Reports, arguments: Sequence[tf.Tensor], told: tf.Tensor) -> None:
-    count, row, log, *handles = arguments[_HANDLES:]
-    reports.send(count, row, log, handles, told, is_last=True)
 
 
 def trace_steps(
@@ -215,7 +200,6 @@ def trace_steps(
     prefetch_lookups: bool = False,
     step_logs: StepLogs | None = None,
     hogwild: bool = False,
-    teller: str = "",
     is_numbered: bool = False,
     is_recorded: bool = False,
     reports: Reports | None = None,
@@ -236,18 +220,17 @@ def trace_steps(
             before it computes.
         step_logs: is told what the steps return; default None.
         hogwild: see `Step`.
-        teller: see `trace_loop`.
         is_numbered: whether the iterators give pairs of a batch's number and the batch.
         is_recorded: whether the worker notes in its log what the steps do when.
-        reports: the worker reports now and then, how it was before the steps; default None: it does
-            not.
+        reports: the worker reports now and then, how it was before the steps, and is told when
+            to end; default None: neither.
 
     Returns:
         A concrete function of (iterator, with `reports` what the worker was told before, its
         index, when the pass began, handles of its counts, row and log (see step_counts.py),
         *handles of the worker's private variables) that runs the steps, and raises
         OutOfRangeError at the end of the data; the counts tell how many steps it
-        ran. It returns nothing, or what the worker is told, see `read_told`.
+        ran. It returns nothing, or what the worker is told, see `Reports.read_told`.
         The index is an int64 scalar; the beginning a float64 scalar, seconds of the
         Unix epoch.
 
@@ -282,7 +265,7 @@ def trace_steps(
         if reports is not None:
             # The operations below that change what it reads wait until it has been read, and
             # nothing waits on the way to the server and back.
-            reports.send(count, row, log, handles, before, is_last=False)
+            reports.send(before, count, row, log, *handles, is_last=False)
         counted: list[tf.Operation] = []  # The steps before.
         operations: list[tf.Operation] = []  # What is left to do of the last step.
         computed: list[tf.Tensor] = []  # What the worker has done for it.
@@ -311,11 +294,11 @@ def trace_steps(
             with tf.control_dependencies(counted):
                 if following is None:
                     batch = Batch(iterator.get_next(), is_numbered)
+                    arrived = batch.evidence
                 else:
-                    batch = following.checked()
+                    batch, arrived = following, following.evidence
+                    following.check()  # Its evidence waits for more than the batch.
             number = batch.number
-            # Of a batch taken ahead, evidence waits for more than the batch.
-            arrived = batch.evidence if following is None else following.arrived
             waited = wait.until(arrived)
             events.waited(wait)
             # Without a batch nothing may happen, not even what needs none of it.
@@ -339,7 +322,7 @@ def trace_steps(
                 events.computed(computed)
                 if is_training and layout.owner:
                     operations.append(add_applied(row, layout.owner, operations))
-        told = read_told(row, teller) if teller else None
+        told = None if reports is None else reports.read_told(row)
         counted = [add_step(count, operations, waited, log, number)]
         events.counted(counted[0], is_joint=False)
         with tf.control_dependencies(counted):
@@ -425,50 +408,36 @@ class Batch:
     Args:
         given: what the iterator gave.
         is_numbered: whether that is a pair of a number and the batch.
-        ahead: the lookups pulled for it already, or None.
-        optional: what the iterator gave as an optional, or None.
 
     Attributes:
         number: the batch's, an int64 scalar; None if it has none.
         data: the batch.
+        ahead: the lookups pulled for it already, or None.
         evidence: tensors that are there only if the batch is.
     """
 
-    def __init__(
-        self,
-        given: Any,
-        is_numbered: bool,
-        ahead: Ahead | None = None,
-        optional: tf.experimental.Optional | None = None,
-    ):
+    def __init__(self, given: Any, is_numbered: bool):
         self.is_numbered = is_numbered
         self.number, self.data = given if is_numbered else (None, given)
-        self.ahead = ahead
-        self._given = given
-        self._optional = optional
+        self.ahead: Ahead | None = None
         self.evidence = tensors_of(given)
+        self._given = given
 
-    @property
+    @functools.cached_property
     def optional(self) -> tf.experimental.Optional:
         """What the iterator gave as an optional."""
-        if self._optional is None:
-            self._optional = tf.experimental.Optional.from_value(self._given)
-        return self._optional
+        return tf.experimental.Optional.from_value(self._given)
 
 
-class BatchAhead:
+class BatchAhead(Batch):
     """The batch of the next step, taken before it is its turn; it need not be there.
+
+    At the end of the data it is the one before, as any model can look up its rows; until `check`,
+    evidence is there then, too.
 
     Args:
         iterator: the worker's iterator.
         last: the batch before.
-
-    Attributes:
-        optional: what the iterator gave as an optional; as `data` at the end of the data.
-        data: the batch; at the end of the data the one before, as any model can look up its
-            rows.
-        ahead: the lookups pulled for it, or None.
-        arrived: tensors that are there when the batch is, or the end of the data.
     """
 
     def __init__(self, iterator: tf.data.Iterator, last: Batch):
@@ -478,23 +447,17 @@ class BatchAhead:
         # Of the optionals: a conditional on the batch would be three ops for each tensor in it.
         before = last.optional
         self.optional = tf.cond(self._exists, lambda: optional, lambda: before)
-        self._batch = Batch(self.optional.get_value(), last.is_numbered, None, self.optional)
-        self.data = self._batch.data
-        self.ahead: Ahead | None = None
-        self.arrived = self._batch.evidence
+        super().__init__(self.optional.get_value(), last.is_numbered)
 
-    def checked(self) -> Batch:
-        """The batch when it is its turn; at the end of the data, its end."""
+    def check(self) -> None:
+        """It is its turn: from now on its evidence is not there at the end of the data."""
 
         def end():
             # The iterator is at its end, and says so again.
             with tf.control_dependencies(tensors_of(self._iterator.get_next())):
                 return tf.constant(False)
 
-        batch = self._batch
-        batch.ahead = self.ahead
-        batch.evidence = [tf.cond(self._exists, lambda: tf.constant(True), end)]
-        return batch
+        self.evidence = [tf.cond(self._exists, lambda: tf.constant(True), end)]
 
 
 def trace_predict(model: keras.Model, layout: Layout, element_spec: Any) -> Callable:

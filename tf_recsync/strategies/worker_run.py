@@ -154,7 +154,7 @@ class WorkerRun:
         self._has_lost = False  # Batches, of those of this round that some worker has had.
         self._readers_lost: ReaderLosses | None = None
         self._reader_losses = 0  # How many there were when this round began.
-        if batches.retries and batches.readers > 1:
+        if batches.retries and batches.data.readers > 1:
             self._readers_lost = cluster.reader_losses
             self._reader_losses = self._readers_lost.begin()
         self._is_deciding = False  # A thread is, about whether there is another round.
@@ -239,7 +239,7 @@ class WorkerRun:
     @property
     def readers(self) -> int:
         """How many readers may have parts of its data."""
-        return self._batches.readers
+        return self._batches.data.readers
 
     @property
     def data(self) -> RegisteredDataset | WorkerDatasets:
@@ -1133,7 +1133,7 @@ class WorkerRun:
         with self._changed:
             self._losses += Losses(workers=1)
         if not self._is_reading:
-            self._batches.tell_of_loss()
+            self._batches.distributed.check_retries()
 
     def _readmit(self, slot: Slot) -> bool:
         """Waits until a lost worker is back, and opens it; False when the pass is over.

@@ -43,9 +43,10 @@ class WorkerState:
             nothing to log. While somebody records, it notes what its steps do there, too.
 
     Attributes:
-        iterator: as above; None from `close` on.
+        iterator: as above; None from `close` on, or where another state takes it over.
         steps: how many steps it has done in the pass, as far as known.
         steps_at_call: the same when the call in flight began, or the last one.
+        counted: the steps that it had done when it was last read; -1 if it never was.
         waited: how many microseconds it has waited for batches in the pass, as far as known.
         row: as above.
         unrolled: how many steps the function has that the call in flight calls; 0 before.
@@ -73,7 +74,7 @@ class WorkerState:
         # told again how many it is to forget.
         self._known = self._forgotten = 0
         self._tell_again = _FORGET
-        self._counted, self._values = -1, []  # What was read last.
+        self.counted, self._values = -1, []  # What was read last.
         self._is_settled = False
         self._steps_before = self.steps_at_call = self.steps
         self._reset_at = self.steps  # When its metrics were reset, or made.
@@ -98,15 +99,6 @@ class WorkerState:
         iterator, self.iterator = self.iterator, None
         if iterator is not None and is_reachable:
             iterator.close()
-
-    def hand_over(self) -> PassIterator | None:
-        """Its iterator, for the state that takes its place; `close` then leaves it open."""
-        iterator, self.iterator = self.iterator, None
-        return iterator
-
-    def take_back(self, iterator: PassIterator) -> None:
-        """What it has handed over, and the state that was to take its place could not be made."""
-        self.iterator = iterator
 
     @property
     def inputs(self) -> list[tf.Tensor]:
@@ -140,25 +132,20 @@ class WorkerState:
             self._reset_at, self.reset_metrics = self.steps, False
 
     @property
-    def counted(self) -> int:
-        """The steps that it had done when it was last read; -1 if it never was."""
-        return self._counted
-
-    @property
     def counted_and_waited(self) -> tuple[int, int]:
-        """That, and the microseconds that it had waited for data until then."""
+        """Its counted steps, and the microseconds that it had waited for data until then."""
         with self._reading:
-            return self._counted, self.waited
+            return self.counted, self.waited
 
     @property
     def has_counted(self) -> bool:
         """Whether it had done steps since its metrics were reset, or made, as far as was read."""
-        return not self.reset_metrics and self._reset_at < self._counted
+        return not self.reset_metrics and self._reset_at < self.counted
 
     @property
     def is_known(self) -> bool:
         """Whether its metrics are those of all that it has done since then."""
-        return self.has_counted and self._counted == self.steps
+        return self.has_counted and self.counted == self.steps
 
     def may_forget(self) -> int | None:
         """How many numbers the worker is to forget; None while they are too few to tell it."""
@@ -221,10 +208,10 @@ class WorkerState:
                 note(news)
             self._known += len(news)
             counts, *values = answer.values
-            if counts[0] >= self._counted:
-                self._counted, self.waited = (int(count) for count in counts)
+            if counts[0] >= self.counted:
+                self.counted, self.waited = (int(count) for count in counts)
                 self._values = values
-            is_of_before = is_report and self._counted <= self._reset_at
+            is_of_before = is_report and self.counted <= self._reset_at
             if not (self.reset_metrics or is_of_before):
                 merge(self._values)
             return True
@@ -366,8 +353,8 @@ class MetricsMerger:
         with self._lock:
             return any(state.has_counted for _, state in self._parts)
 
-    def merged(self) -> list[np.ndarray]:
-        """The merged values, one for each variable."""
+    def assign(self) -> list[np.ndarray]:
+        """Writes the merged values into the variables; returns those of variables not shown."""
         with self._lock:
             keys = sorted(self._parts, key=lambda key: key[0])
             parts = [self._parts[key] for key in keys]
@@ -384,11 +371,6 @@ class MetricsMerger:
                 merged.append(np.mean(values, axis=0).astype(initial.dtype))
             else:
                 merged.append(values[0])
-        return merged
-
-    def assign(self) -> list[np.ndarray]:
-        """Writes the merged values into the variables; returns those of variables not shown."""
-        merged = self.merged()
         for variable, value in zip(self._variables[: self._shown], merged, strict=False):
             variable.assign(value)
         return merged[self._shown :]

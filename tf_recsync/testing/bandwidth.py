@@ -52,4 +52,4 @@ def set_bandwidth(
     """
     job = job or strategy.linked_jobs[0]
     devices = chosen_devices(strategy, strategy.linked_jobs, job, servers)
-    set_limit(strategy._bandwidths, devices, "bytes_per_second", bytes_per_second)
+    set_limit(strategy._settings.bandwidths, devices, "bytes_per_second", bytes_per_second)

@@ -63,4 +63,5 @@ def set_compute_time(
         raise ValueError(f"slowdown multiplies seconds, which must not be None with {slowdown!r}")
     if slowdown is not None:
         slowdown.check_workers(strategy.cluster.workers)
-    strategy._compute_time = None if seconds is None else _ComputeTime(float(seconds), slowdown)
+    made = None if seconds is None else _ComputeTime(float(seconds), slowdown)
+    strategy._settings.compute_time = made

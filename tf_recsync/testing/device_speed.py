@@ -54,7 +54,7 @@ def set_device_speed(
     ...     recsync.testing.set_device_speed(strategy, 1e9)  # Of each worker.
     """
     devices = chosen_devices(strategy, strategy.computing_jobs, job, servers)
-    set_limit(strategy._speeds, devices, "flops_per_second", flops_per_second)
+    set_limit(strategy._settings.speeds, devices, "flops_per_second", flops_per_second)
 
 
 class Use(NamedTuple):
