@@ -29,7 +29,7 @@ from tf_recsync.synchronization.batches import tensors_of
 from tf_recsync.synchronization.copies import device_for
 from tf_recsync.synchronization.lookups import Lookups
 from tf_recsync.synchronization.placed import NO_LAYERS, Placed, PlacedLayers
-from tf_recsync.synchronization.pull_plan import PullPlan, ServerPull
+from tf_recsync.synchronization.pull_plan import PullPlan
 from tf_recsync.synchronization.pulled import PulledRequest, PulledScope, PulledTable
 from tf_recsync.synchronization.push_plan import PushPlan
 from tf_recsync.synchronization.seeds import drawing_from, is_seed
@@ -163,11 +163,9 @@ class Ahead:
 
     def __init__(self, layout: Layout, lookups: Lookups, batch: Any):
         self.plans = _plan_lookups(layout, lookups, batch)
-        self.pulls: dict[str, ServerPull] = {}
         self.found: dict[int, PulledRequest] = {}
         for device, plan in self.plans.items():
-            self.pulls[device] = ServerPull()
-            plan.pull_rows(device, self.pulls[device], self.found)
+            plan.pull_rows(device, self.found)
 
 
 def _plan_lookups(layout: Layout, lookups: Lookups, batch: Any) -> dict[str, PullPlan]:
@@ -230,8 +228,8 @@ class Step:
         self._batch = tensors_of(batch)
         self._made = 0  # Operations of the graph when the model begins to compute.
         self.private = list(private)
-        self._pulls: dict[str, ServerPull] = {}
-        self._pushes: list[tuple[base.Optimizer, dict[str, PushPlan]]] = []
+        # By the server's device.
+        self._pushes: dict[base.Optimizer, dict[str, PushPlan]] = {}
         self._decayed: set[int] = set()  # Ids of variables whose weights decay with a push.
         # Versions of tables whose gradients have every row once (for clipping).
         self._summed: dict[int, tf.Tensor] = {}
@@ -259,8 +257,8 @@ class Step:
             others=[
                 *zip(layout.private, private, strict=True),
                 *self._shared,
-                *((v, pulled[id(v)]) for o in layout.optimizers for v in schedule_variables(o)),
-                *_read_where_used([o._iterations for o in layout.optimizers], pulled, layout),
+                *((v, pulled[id(v)]) for v in map(schedule_variable, layout.optimizers)),
+                *((o._iterations, pulled[id(o._iterations)]) for o in layout.optimizers),
             ],
             late=[*self.placed.variables, *self.placed.wholes],
             trained=[*self.placed.trained, *self.placed.wholes],
@@ -279,26 +277,24 @@ class Step:
         """
         plans = _plan_lookups(self._layout, lookups, batch) if ahead is None else ahead.plans
         found: dict[int, PulledRequest] = {} if ahead is None else ahead.found
+        self._pulls = plans  # By the server's device.
         is_placed = self._layout.placed.devices.__contains__
         for device, states in self._layout.dense.items():
             if pulled := [state for state in states if not is_placed(id(state.variable))]:
                 plans[device].dense.extend(pulled)
         unversioned = [v for v in self._layout.shared if not is_placed(id(v))]
-        for optimizer in self._layout.optimizers:
-            unversioned += schedule_variables(optimizer)
-        for variable in unversioned:
-            where = self._layout.device(variable)
-            plans[where].unversioned.append(variable)
+        for variable in [*unversioned, *map(schedule_variable, self._layout.optimizers)]:
+            plans[self._layout.device(variable)].unversioned.append(variable)
         values: dict[int, tf.Tensor] = {}
         self._start(plans)
         for device, plan in plans.items():
             after = [*self._after(device), *self._before.get(device, [])]
-            if ahead is not None and device in ahead.pulls:
-                pull = self._pulls[device] = ahead.pulls[device]
-                pull.arrived = None  # It came before what the step waits for.
-                plan.pull_variables(device, pull, values, after)
-            else:
-                self._pulls[device] = plan.pull(device, values, found, after)
+            plan.pull(device, values, found, after)
+        for variable in [optimizer._iterations for optimizer in self._layout.optimizers]:
+            if id(variable) not in values:
+                # It travels only if the step uses it.
+                with tf.control_dependencies(None), tf.device(self._layout.device(variable)):
+                    values[id(variable)] = variable._value.read_value()
         return values, dict(sorted(found.items()))
 
     @property
@@ -364,7 +360,11 @@ class Step:
     @property
     def computed(self) -> list[tf.Tensor]:
         """What a finished step sends to servers, on the worker."""
-        return [t for _, plans in self._pushes for p in plans.values() for t in p.packed]
+        return [tensor for plan in self._push_plans for tensor in plan.packed]
+
+    @property
+    def _push_plans(self) -> list[PushPlan]:
+        return [plan for plans in self._pushes.values() for plan in plans.values()]
 
     def finish(
         self, compute_time: tf.Tensor | None = None
@@ -405,7 +405,7 @@ class Step:
             self._check_pushes()
         # Servers wait for what they are sent, and need not be told of the batch besides.
         with tf.control_dependencies(None):
-            for optimizer, plans in self._pushes:
+            for optimizer, plans in self._pushes.items():
                 arrived = {device: plan.send(device) for device, plan in plans.items()}
                 operations += self._apply(optimizer, plans, arrived)
         return self.kept(), operations
@@ -419,26 +419,24 @@ class Step:
         speed = speeds.of_trainer(self.worker) if self._pushes else None
         if speed is None:
             return
-        plans = [plan for _, plans in self._pushes for plan in plans.values()]
-        packed = [tensor for plan in plans for tensor in plan.packed]
-        kept = self.kept()
+        packed, kept = self.computed, self.kept()
         new = tf.compat.v1.get_default_graph().get_operations()[self._made :]
-        computed = [tensor for plan in plans for tensor in plan.computed]
+        computed = [tensor for plan in self._push_plans for tensor in plan.computed]
         made = [op for op in flops.needed(new, [*computed, *kept]) if not op.device]
         used = {tensor.op.name for op in made for tensor in op.inputs}
         # All that it computes; what a layer on a server gets may not be part of a push.
         with tf.control_dependencies([op for op in made if op.name not in used]):
             done = iter(speeds.computed(packed, made, speed, self._batch))
-        for plan in plans:
+        for plan in self._push_plans:
             plan.packed = [next(done) for _ in plan.packed]
 
     def _delay(self, seconds: float) -> None:
         """Has the pushes wait after they are computed."""
-        plans = [plan for _, plans in self._pushes for plan in plans.values()]
-        with tf.control_dependencies([tensor for plan in plans for tensor in plan.computed]):
+        computed = [tensor for plan in self._push_plans for tensor in plan.computed]
+        with tf.control_dependencies(computed):
             delay = ops.delay(seconds)
         with tf.control_dependencies([delay]):
-            for plan in plans:
+            for plan in self._push_plans:
                 plan.packed = [tf.identity(tensor) for tensor in plan.packed]
 
     def _apply(self, optimizer, plans: dict[str, PushPlan], arrived) -> list[tf.Operation]:
@@ -461,9 +459,9 @@ class Step:
 
     def _check_pushes(self) -> None:
         """Makes sure that each buffer gets what it waits for."""
-        plans = {(id(o), device): p for o, plans in self._pushes for device, p in plans.items()}
-        for device, optimizer, buffer in self._aggregation.buffers:
-            plan = plans.get((id(optimizer), device))
+        for buffer in self._aggregation.buffers:
+            optimizer, device = buffer.optimizer, buffer.device
+            plan = self._pushes.get(optimizer, {}).get(device)
             got = [] if plan is None else plan.dense
             if plan is None or [id(s) for s in got] != [id(s) for s in buffer.dense]:
                 built = [s.variable.path for s in [*buffer.dense, *buffer.tables]]
@@ -483,10 +481,10 @@ class Step:
             with tf.device(device):
                 pulled_step = self._pulled_steps[buffer.number]
                 aggregate = plan.collect(buffer, self._reached[device], pulled_step)
+                rate = plan.learning_rate
             # Before others may start on the next step, which may read it.
-            counted = aggregation.count_step(optimizer, buffer, aggregate)
-            with tf.device(device):
-                applied = buffer.apply(optimizer, aggregate, plan.learning_rate, counted)
+            counted = aggregation.count_step(buffer, aggregate)
+            applied = buffer.apply(aggregate, rate, counted)
             operations += aggregation.report_step(buffer, applied)
             operations.append(applied.op)
         return operations
@@ -520,7 +518,7 @@ class Step:
         return summed
 
     def push(self, optimizer: base.Optimizer, grads, variables, learning_rate) -> None:
-        if any(other is optimizer for other, _ in self._pushes):
+        if optimizer in self._pushes:
             raise ValueError(
                 f"train_step applied gradients by {optimizer.name} more than once: a step pulls "
                 "the parameters once, so that what is computed for the second time knows nothing "
@@ -531,7 +529,7 @@ class Step:
         plans: dict[str, PushPlan] = {}
 
         def plan_of(device: str) -> PushPlan:
-            return plans.setdefault(device, PushPlan(self._pulls.get(device, ServerPull())))
+            return plans.setdefault(device, PushPlan(self._pulls[device]))
 
         for gradient, variable in zip(grads, variables, strict=True):
             if self.placed.has(variable):
@@ -548,14 +546,12 @@ class Step:
                 versions = self._summed[id(state.variable)]
                 plan.add_rows(state, gradient.values, gradient.indices, versions)
             else:
-                parts = None
-                if isinstance(gradient, tf.IndexedSlices):
-                    parts = table.complete(gradient)
+                parts = table.complete(gradient)
                 if parts is None or not plan.add_lookups(state, parts):
                     plan.add_rows(state, *table.resolve(gradient))
         for plan in plans.values():
             plan.pack(learning_rate)
-        self._pushes.append((optimizer, plans))
+        self._pushes[optimizer] = plans
 
     def decay_weights(self, variables) -> None:
         # Where buffers collect pushes, these decay weights when they apply a step.
@@ -565,24 +561,11 @@ class Step:
             self._decayed.update(pieces or [id(variable)])
 
 
-def _read_where_used(
-    variables: Sequence[keras.Variable], pulled: Mapping[int, tf.Tensor], layout: Layout
-) -> list[tuple[keras.Variable, tf.Tensor]]:
-    """(variable, its value) of those that are not pulled; they travel only if a step uses them."""
-    values = []
-    for variable in variables:
-        if id(variable) not in pulled:
-            with tf.control_dependencies(None), tf.device(layout.device(variable)):
-                values.append((variable, variable._value.read_value()))
-    return values
-
-
-def schedule_variables(optimizer: base.Optimizer) -> list[keras.Variable]:
+def schedule_variable(optimizer: base.Optimizer) -> keras.Variable:
     """What the learning rate of a step is computed from.
 
     The learning rate's own variable or, with a schedule, the global step: as
     pulled with the parameters, so that a schedule costs no round trip.
     """
-    if isinstance(optimizer._learning_rate, keras.Variable):
-        return [optimizer._learning_rate]
-    return [optimizer._iterations]
+    rate = optimizer._learning_rate
+    return rate if isinstance(rate, keras.Variable) else optimizer._iterations

@@ -127,8 +127,9 @@ class PulledLookup:
             computed from them there.
         versions: gives the versions of `bags.ids`, int64 [n]; they stay on the
             server until somebody asks.
-        message: the `messages.ServerPull` that pulled it with others; None for a
+        message: the `pull_plan.PullPlan` that pulled it with others; None for a
             lookup by itself.
+        number: its place among all lookups that were pulled with it.
         is_whole: whether it is all rows of the table, by their numbers.
     """
 
@@ -136,6 +137,7 @@ class PulledLookup:
     values: tf.Tensor
     versions: Callable[[], tf.Tensor]
     message: Any = None
+    number: int = 0
     is_whole: bool = False
 
 
@@ -314,11 +316,13 @@ class PulledTable(TableStandIn):
                 "find its lookups; a step must do the same each time it is traced"
             )
 
-    def complete(self, gradient: tf.IndexedSlices) -> list[GradientPart] | None:
+    def complete(self, gradient: tf.IndexedSlices | tf.Tensor) -> list[GradientPart] | None:
         """The gradients of lookups that, one after the other, are `gradient`.
 
         None if the gradient is anything else.
         """
+        if not isinstance(gradient, tf.IndexedSlices):
+            return None
         indices, values = gradient.indices, gradient.values
         # Several lookups' gradients are added up by putting them side by side.
         joined = indices.op.type == "ConcatV2" and id(indices) not in self._parts

@@ -19,7 +19,7 @@ from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.gradient_buffer import GradientBuffer
-from tf_recsync.synchronization.pull_plan import ServerPull, cut, find_rows
+from tf_recsync.synchronization.pull_plan import PullPlan, cut, find_rows
 from tf_recsync.synchronization.pulled import Computed, GradientPart
 
 
@@ -30,7 +30,7 @@ class PushPlan:
         pull: what the step pulled from that server.
     """
 
-    def __init__(self, pull: ServerPull):
+    def __init__(self, pull: PullPlan):
         self._pull = pull
         self._dense: list[tuple[int, tf.Tensor]] = []
         self._added: list[base.VariableState] = []  # Of all dense variables, in their order.
@@ -254,9 +254,8 @@ class PushPlan:
         sources = self._sources()
         if not sources:
             return sent
-        numbers = {id(k): i for i, k in enumerate(k for ks in self._pull.lookups for k in ks)}
         direct = [part for part in self._parts() if part.source is None]
-        sizes = [self._pull.sizes[numbers[id(part.lookup)]] for part in direct]
+        sizes = [self._pull.sizes[part.lookup.number] for part in direct]
         sizes += [tf.size(computed.result, out_type=tf.int64) for computed, _ in sources.values()]
         pieces = cut(sent, sizes, len(sizes))
         values = {id(part): piece for part, piece in zip(direct, pieces, strict=False)}
