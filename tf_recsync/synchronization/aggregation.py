@@ -96,20 +96,18 @@ class Report:
             lost: see above.
             reissued: see above.
         """
-        counted = sum(state.ages.count for state in states)
+        counted = ("included", "decayed", "excluded", "late", "spent", "age_sum")
+        sums = {name: sum(getattr(state, name) for state in states) for name in counted}
+        age_sum = sums.pop("age_sum")
         return cls(
             global_step=global_step,
-            included=sum(state.included for state in states),
-            decayed=sum(state.decayed for state in states),
-            excluded=sum(state.excluded for state in states),
-            late=sum(state.late for state in states),
-            spent=sum(state.spent for state in states),
+            **sums,
             abandoned=abandoned,
             left_over=left_over,
             lost=lost,
             reissued=reissued,
-            age_mean=sum(s.ages.mean * s.ages.count for s in states) / max(counted, 1),
-            age_max=max((state.ages.max for state in states), default=0),
+            age_mean=age_sum / max(sums["included"] + sums["excluded"], 1),
+            age_max=max((state.age_max for state in states), default=0),
             staleness=staleness.Statistics.sum(state.staleness for state in states),
         )
 
