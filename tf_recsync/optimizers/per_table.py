@@ -10,8 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync.embedding.table_rows import PartOfStore, narrowed, saved_array
-from tf_recsync.optimizers.saving import warn_of_no_state
+from tf_recsync.embedding.table_rows import PartOfStore, narrowed
+from tf_recsync.optimizers.saving import LoadsWhenBuilt, warn_of_no_state
 
 _ITERATIONS = "iterations"
 _OF_PART = ":"  # Between the name of a part and that of what it saves.
@@ -45,7 +45,7 @@ class TableOptimizers:
 
 
 @keras.saving.register_keras_serializable(package="tf_recsync")
-class MultiOptimizer(keras.optimizers.MultiOptimizer):
+class MultiOptimizer(LoadsWhenBuilt, keras.optimizers.MultiOptimizer):
     """A `keras.optimizers.MultiOptimizer` that can be loaded where tables are placed otherwise.
 
     Its parts, which are in `optimizers`, are saved one by one under names that do not depend on
@@ -81,7 +81,6 @@ class MultiOptimizer(keras.optimizers.MultiOptimizer):
             )
         super().__init__(optimizer_map, loss_scale_factor=loss_scale_factor, name=name)
         self._part_names: list[str] = []
-        self._saved_parts: dict[str, Any] | None = None
 
     def build(self, var_list):
         if self.built:
@@ -92,10 +91,8 @@ class MultiOptimizer(keras.optimizers.MultiOptimizer):
         self._part_names = [next((n for n in parts if parts[n] is p), "") for p in self.optimizers]
         for name, part in self.parts.items():
             self._track_trackable(part, name)
-        if self._saved_parts is not None:
-            saved, self._saved_parts = self._saved_parts, None
-            with tf.init_scope():
-                self._load(saved)
+        with tf.init_scope():
+            self._load_kept()
 
     @property
     def parts(self) -> dict[str, keras.optimizers.Optimizer]:
@@ -103,25 +100,11 @@ class MultiOptimizer(keras.optimizers.MultiOptimizer):
         pairs = zip(self._part_names, self.optimizers, strict=False)
         return {name: part for name, part in pairs if name}
 
-    def save_own_variables(self, store):
+    def _save(self, store):
         """Saves the parts as well, see `__dir__`."""
-        if self._saved_parts is not None:
-            # What was loaded, and is to be built yet.
-            for name, value in self._saved_parts.items():
-                store[name] = value
-            return
         store[_ITERATIONS] = self._iterations.numpy()
         for name, part in self.parts.items():
             part.save_own_variables(PartOfStore(store, name + _OF_PART))
-
-    def load_own_variables(self, store):
-        """Loads the parts as well; keeps them for `build` if that is still to come."""
-        saved = {name: saved_array(store, name) for name in store.keys()}  # noqa: SIM118
-        if self.built:
-            self._load(saved)
-        else:
-            # The store is closed by then.
-            self._saved_parts = {name: value[()] for name, value in saved.items()}
 
     def __dir__(self):
         # Keras's files have what is found here: parts by their classes, in the order of variables.
