@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 
@@ -73,6 +74,11 @@ class VariableState:
     accumulator_values: tuple[float, ...] = ()  # the first ones, of a table with keys
 
     @property
+    def width(self) -> int:
+        """The elements of a row."""
+        return math.prod(self.variable.shape[1:])
+
+    @property
     def keyed(self) -> KeyedRows | None:
         """What finds the rows of keys, if the variable is a table with keys."""
         return getattr(self.variable, "keyed", None)
@@ -126,6 +132,11 @@ class _OfTensorFlow(tf.__internal__.tracking.AutoTrackable):
 def handles(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     """The resource handles of variables, whatever scope Keras is in."""
     return [variable._value.handle for variable in variables]
+
+
+def read_handles(states: Sequence[VariableState]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """The handles of variables and of their versions, by which these are read together."""
+    return handles([s.variable for s in states]), handles([s.versions for s in states])
 
 
 def log_decays_of(states: Sequence[VariableState]) -> dict[str, list]:
@@ -728,14 +739,15 @@ class Optimizer(saving.LoadsWhenBuilt, CountsSteps, keras.optimizers.Optimizer):
         # What a policy needs to be told is left out where it is not used.
         last_updates = [v for s in states for v in s.last_updates if policy.uses_last_update]
         steps = {"last_steps": handles([v for s in states for v in s.last_steps])}
+        variables, versions = read_handles(states)
         return {
             **(steps if self.keeps_steps else {}),
-            "variables": handles([s.variable for s in states]),
+            "variables": variables,
             "accumulators": [
                 handles([s.accumulators[i] for s in states])
                 for i in range(len(self.accumulator_names))
             ],
-            "versions": handles([s.versions for s in states]),
+            "versions": versions,
             "counters": handles([s.counters for s in states]),
             "last_periods": handles([v for s in states for v in s.last_periods]),
             "last_updates": handles(last_updates),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -539,9 +538,7 @@ class Aggregation(AtOnce):
 
 def _revoked(buffer: _Buffer, tickets: Sequence[int]) -> Revoked:
     """Drops pushes with these tickets that come from now on; see `GradientBuffer.revoke`."""
-    # As above: whoever asks may be in the scope of a device that is gone.
-    with tf.device(buffer.device):
-        return fetch(buffer.revoke(np.array(tickets, np.int64)))
+    return fetch(buffer.revoke(np.array(tickets, np.int64)))
 
 
 def _only_if(condition: tf.Tensor, make: Callable[[], tf.Operation]) -> tf.Operation:
@@ -560,7 +557,7 @@ def _of_some(
     """What a buffer gave out of some of its tables."""
     rows = aggregate.rows
     of_rows = tf.repeat(which, rows.counts)
-    elements = [math.prod(table.variable.shape[1:]) for table in tables]
+    elements = [table.width for table in tables]
     of_values = tf.repeat(which, rows.counts * tf.constant(elements, tf.int64))
     versions = aggregate.row_versions  # Of all rows, or none.
     return aggregate._replace(

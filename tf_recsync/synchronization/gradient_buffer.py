@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import uuid
 from collections.abc import Sequence
 
@@ -125,7 +126,6 @@ class GradientBuffer:
         self.dense = list(dense)
         self.tables = list(tables)
         self._numbers = {id(state): number for number, state in enumerate(self.tables)}
-        shapes = [tf.TensorShape(state.variable.shape) for state in self.tables]
         made_on = device if made_on is None else made_on
         with context.eager_mode(), tf.device(made_on):
             self.handle = buffer_ops.gradient_buffer(
@@ -134,10 +134,10 @@ class GradientBuffer:
                 divisor=capacity,
                 weight=weight or staleness.Constant(),
                 drop_late=drop_late,
-                dense_size=sum(tf.TensorShape(s.variable.shape).num_elements() for s in dense),
+                dense_size=sum(math.prod(state.variable.shape) for state in dense),
                 dense_count=len(dense),
-                table_rows=[shape[0] for shape in shapes],
-                table_widths=[shape[1:].num_elements() for shape in shapes],
+                table_rows=[state.variable.shape[0] for state in tables],
+                table_widths=[state.width for state in tables],
             )
         self._deleter = ResourceDeleter(self.handle, made_on)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import keras
@@ -117,11 +116,8 @@ class PullPlan:
             own = [v._value.read_value() for v in scalars]
             floats = [*own, *(tensor for part in parts for tensor in part.floats)]
             if self.dense:
-                packed, self.dense_versions = ops.pull_dense(
-                    base.handles([s.variable for s in self.dense]),
-                    base.handles([s.versions for s in self.dense]),
-                    floats,
-                )
+                handles = base.read_handles(self.dense)
+                packed, self.dense_versions = ops.pull_dense(*handles, floats)
             elif floats:
                 packed = ops.pack([[tensor] for tensor in floats])
             direct = [links.passed(v._value.read_value()) for v in not_floats]
@@ -151,7 +147,7 @@ class PullPlan:
         for state, entries in self._tables.values():
             for key, bags in entries:
                 rows[key] = list(state.variable.shape[1:])
-                sizes[key] = bags.size * math.prod(rows[key])
+                sizes[key] = bags.size * state.width
         computations = {n: r.computation for n, r in self._requests.items() if r.computation}
         more = [tf.stack(list(sizes.values()))] if computations else []
         more += [tensor for computation in computations.values() for tensor in computation.inputs]
@@ -160,8 +156,7 @@ class PullPlan:
         with tf.control_dependencies(None), tf.control_dependencies(after), tf.device(device):
             self.rows, found_versions = find_rows(states, self.rows, self._inserts)
             gathered, self.row_versions = ops.gather_rows(
-                base.handles([s.variable for s in states]),
-                base.handles([s.versions for s in states]),
+                *base.read_handles(states),
                 self.rows.ids,
                 self.rows.counts,
                 **self.rows.inputs(),

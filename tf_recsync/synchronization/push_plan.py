@@ -42,8 +42,7 @@ class PushPlan:
         self.packed: list[tf.Tensor] = []
         # What has arrived on the server; see `send`.
         self._sent: list[tf.Tensor] = []
-        self._row_counts: tf.Tensor | None = None
-        self._row_ids: tf.Tensor | None = None
+        self._row_bags: PackedBags | None = None
         self._row_versions: tf.Tensor | None = None
 
     def add_dense(self, state: base.VariableState, gradient: tf.Tensor) -> None:
@@ -114,8 +113,9 @@ class PushPlan:
             floats, *integers = [links.received(tensor) for tensor in self.packed]
             if self._rows:
                 n = len(self._rows)
-                self._row_counts, ids_and_versions = ops.unpack(integers[0], [[n], [-1]])
-                self._row_ids, self._row_versions = tf.split(ids_and_versions, 2)
+                counts, ids_and_versions = ops.unpack(integers[0], [[n], [-1]])
+                ids, self._row_versions = tf.split(ids_and_versions, 2)
+                self._row_bags = PackedBags(counts, ids)
             self._sent = self._split(floats)
         return floats
 
@@ -227,9 +227,8 @@ class PushPlan:
             parts.append((states, self._pooled_gradients(pooled), bags, versions))
         if self._rows:
             states = [state for state, _, _, _ in self._rows]
-            bags = PackedBags(self._row_counts, self._row_ids)
             versions = self._row_versions
-            bags, found = find_rows(states, bags, inserts=False, expected=versions)
+            bags, found = find_rows(states, self._row_bags, inserts=False, expected=versions)
             if found is not None:
                 versions = in_same_life(versions, found)
             parts.append((states, rows, bags, versions))
@@ -279,11 +278,8 @@ class PushPlan:
         )
         rows: int | tf.Tensor = 0
         if self._rows:
-            widths = [
-                tf.TensorShape(state.variable.shape[1:]).num_elements()
-                for state, _, _, _ in self._rows
-            ]
-            rows = tf.reduce_sum(self._row_counts * tf.constant(widths, tf.int64))
+            widths = [state.width for state, _, _, _ in self._rows]
+            rows = tf.reduce_sum(self._row_bags.counts * tf.constant(widths, tf.int64))
         return ops.unpack(floats, [[1], [dense], [rows], [-1]])
 
 
