@@ -273,7 +273,23 @@ class Aggregation(AtOnce):
         with tf.device(self._home):
             return [self._tokens.report_step(buffer.number, applied)]
 
-    def count_step(self, buffer: _Buffer, aggregate: Aggregate) -> list[tf.Operation]:
+    def apply(self, buffer: _Buffer, aggregate: Aggregate, rate: tf.Tensor) -> list[tf.Operation]:
+        """Applies what a buffer gave out, if it did, and has it counted.
+
+        Args:
+            buffer: the buffer.
+            aggregate: what it gave out.
+            rate: the learning rate, a float32 scalar.
+
+        Returns:
+            The operations.
+        """
+        # Before others may start on the next step, which may read it.
+        counted = self._count_step(buffer, aggregate)
+        applied = buffer.apply(aggregate, rate, counted)
+        return [*self.report_step(buffer, applied), applied.op]
+
+    def _count_step(self, buffer: _Buffer, aggregate: Aggregate) -> list[tf.Operation]:
         """Counts what a buffer gave out in its optimizer's global step, if it is the one whose
         applications that counts."""
         iterations = buffer.optimizer._iterations
@@ -360,29 +376,14 @@ class Aggregation(AtOnce):
         return self._traced[name][1]
 
     def _trace_flush(self) -> None:
-        self._apply_all(GradientBuffer.flush)
+        for buffer in self.buffers:
+            rate = buffer.own_rate()
+            buffer.apply(buffer.flush(), rate)  # `flush` counts the steps itself.
 
     def _trace_spend(self, value: tf.Tensor, indices: tf.Tensor, ticket: tf.Tensor) -> None:
-        for buffer, applied in self._apply_all(lambda b: b.spend(value, indices, ticket), True):
-            self.report_step(buffer, applied)
-
-    def _apply_all(
-        self, give_out: Callable[[_Buffer], Aggregate], counts: bool = False
-    ) -> list[tuple[_Buffer, tf.Tensor]]:
-        """Applies what buffers give out; each, and the step up to which all is applied then.
-
-        Args:
-            give_out: has a buffer do it.
-            counts: whether it counts in the optimizer's global step.
-        """
-        done = []
         for buffer in self.buffers:
-            with tf.device("/CPU:0"):
-                rate = tf.cast(buffer.optimizer.learning_rate, tf.float32)
-            aggregate = give_out(buffer)
-            counted = self.count_step(buffer, aggregate) if counts else []
-            done.append((buffer, buffer.apply(aggregate, rate, counted)))
-        return done
+            rate = buffer.own_rate()
+            self.apply(buffer, buffer.spend(value, indices, ticket), rate)
 
     def lose(self, worker: int) -> None:
         """Takes a worker that is gone out of the token list, so that nobody waits for it.
@@ -593,6 +594,11 @@ class _Buffer(GradientBuffer):
         tables = [state for state in states if state.is_table]
         options = mode.capacity, mode.weight, mode.drop_late
         super().__init__(device, dense, tables, *options, made_on)
+
+    def own_rate(self) -> tf.Tensor:
+        """The learning rate as it is without a push, a float32 scalar."""
+        with tf.device("/CPU:0"):
+            return tf.cast(self.optimizer.learning_rate, tf.float32)
 
     def apply(
         self, aggregate: Aggregate, rate: tf.Tensor, counted: Sequence[tf.Operation] = ()

@@ -57,7 +57,6 @@ class _DryTable(TableStandIn):
         super().__init__(state)
         self._found = found
         self._index = index
-        self._wholes: list[tf.Tensor] = []
         self.handle = tf.compat.v1.placeholder(tf.float32, [])
 
     @staticmethod
@@ -68,13 +67,8 @@ class _DryTable(TableStandIn):
         return tf.compat.v1.placeholder(tf.float32, [None, *row])
 
     def __tf_tensor__(self, dtype=None, name=None):
-        self._wholes.append(tf.compat.v1.placeholder(dtype or tf.float32, self.shape))
-        return self._wholes[-1]
-
-    @property
-    def is_used_whole(self) -> bool:
-        """Whether anything is computed from the table itself; Keras asks for its shape anyway."""
-        return any(whole.consumers() for whole in self._wholes)
+        self._stand_ins.append(tf.compat.v1.placeholder(dtype or tf.float32, self.shape))
+        return self._stand_ins[-1]
 
 
 class _DryPush:

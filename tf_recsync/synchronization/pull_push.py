@@ -482,11 +482,7 @@ class Step:
                 pulled_step = self._pulled_steps[buffer.number]
                 aggregate = plan.collect(buffer, self._reached[device], pulled_step)
                 rate = plan.learning_rate
-            # Before others may start on the next step, which may read it.
-            counted = aggregation.count_step(buffer, aggregate)
-            applied = buffer.apply(aggregate, rate, counted)
-            operations += aggregation.report_step(buffer, applied)
-            operations.append(applied.op)
+            operations += aggregation.apply(buffer, aggregate, rate)
         return operations
 
     # The push (see `context.Push`).

@@ -57,6 +57,7 @@ class TableStandIn(tf.__internal__.types.Tensor):
 
     def __init__(self, state: VariableState):
         self._state = state
+        self._stand_ins: list[tf.Tensor] = []  # For its values.
 
     @property
     def dtype(self) -> tf.DType:
@@ -78,6 +79,11 @@ class TableStandIn(tf.__internal__.types.Tensor):
     def is_keyed(self) -> bool:
         """Whether its ids are keys."""
         return self._state.keyed is not None
+
+    @property
+    def is_used_whole(self) -> bool:
+        """Whether anything is computed from a stand-in; Keras asks for its shape anyway."""
+        return any(stand_in.consumers() for stand_in in self._stand_ins)
 
     def get_shape(self) -> tf.TensorShape:
         return self.shape
@@ -232,7 +238,6 @@ class PulledTable(TableStandIn):
         self._pull = pull
         self._after = after
         self._whole = whole
-        self._stand_ins: list[tf.Tensor] = []
         # What the tape differentiates by; its value is never used.
         self.handle = tf.zeros([])
         self._looked_up = tf.zeros([], tf.int64)
@@ -310,7 +315,7 @@ class PulledTable(TableStandIn):
 
     def check(self) -> None:
         """Makes sure, after the step, that nothing was computed from a stand-in."""
-        if any(stand_in.consumers() for stand_in in self._stand_ins):
+        if self.is_used_whole:
             raise RuntimeError(
                 f"the step uses table {self.name} as a whole, but did not when it was traced to "
                 "find its lookups; a step must do the same each time it is traced"
