@@ -27,7 +27,8 @@ from tf_recsync.synchronization import links
 from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
 from tf_recsync.synchronization.batches import tensors_of
 from tf_recsync.synchronization.lookups import Lookups, find_lookups
-from tf_recsync.synchronization.pull_push import Ahead, Layout, Step
+from tf_recsync.synchronization.pull_plan import PullPlan
+from tf_recsync.synchronization.pull_push import Layout, Step, pull_ahead
 
 # Computes the artificial compute time of a step, a float32 scalar in seconds, from
 # the worker's index, the steps that it has done in the pass (int64 scalars), and a
@@ -307,7 +308,7 @@ def trace_steps(
                     following = BatchAhead(iterator, batch)
                 if following is not None and prefetch_lookups:
                     # Traced before this step's updates, so that it does not wait for them.
-                    following.ahead = Ahead(layout, lookups, following.data)
+                    following.ahead = pull_ahead(layout, lookups, following.data)
                 seconds = None
                 if is_training and compute_time is not None:
                     done = read_steps(count)
@@ -417,7 +418,7 @@ class Batch:
         self,
         given: Any,
         is_numbered: bool,
-        ahead: Ahead | None = None,
+        ahead: dict[str, PullPlan] | None = None,
         optional: tf.experimental.Optional | None = None,
     ):
         self.is_numbered = is_numbered
@@ -459,7 +460,7 @@ class BatchAhead:
         self.optional = tf.cond(self._exists, lambda: optional, lambda: before)
         self._batch = Batch(self.optional.get_value(), last.is_numbered, None, self.optional)
         self.data = self._batch.data
-        self.ahead: Ahead | None = None
+        self.ahead: dict[str, PullPlan] | None = None
         self.arrived = self._batch.evidence
 
     def checked(self) -> Batch:

@@ -41,6 +41,8 @@ class PullPlan:
     Attributes:
         dense: the states of the dense variables to pull.
         unversioned: other variables to pull.
+        values: of the variables that were pulled, by their ids.
+        found: what was looked up, by the numbers of the requests.
         dense_versions: int64 [len(dense)], or None without any.
         rows: what was looked up in `tables`, or None without any.
         row_versions: int64 [n], the versions of `rows.ids`.
@@ -58,6 +60,8 @@ class PullPlan:
         # By table, in the order of the first lookup.
         self._tables: dict[int, tuple[base.VariableState, list[tuple[_Key, Bags]]]] = {}
         self._requests: dict[int, Request] = {}
+        self.values: dict[int, tf.Tensor] = {}
+        self.found: dict[int, PulledRequest] = {}
         self.dense_versions: tf.Tensor | None = None
         self.rows: PackedBags | None = None
         self.row_versions: tf.Tensor | None = None
@@ -77,21 +81,15 @@ class PullPlan:
             entries = self._tables.setdefault(id(state), (state, []))[1]
             entries.append(((number, place), bags))
 
-    def pull_rows(self, device: str, found: dict[int, PulledRequest]) -> None:
+    def pull_rows(self, device: str) -> None:
         """Pulls what was looked up before `pull` pulls the variables; see there."""
-        part = self._read_rows(device, found, [])
+        part = self._read_rows(device, [])
         with tf.control_dependencies(None), tf.device(device):
             packed = ops.pack([[tensor] for tensor in part.floats])
         self._answer(device, packed, [part])
 
-    def pull(
-        self,
-        device: str,
-        values: dict[int, tf.Tensor],
-        found: dict[int, PulledRequest],
-        after: Sequence[tf.Tensor | tf.Operation] = (),
-    ) -> None:
-        """Pulls; adds to `values` by the variables' ids, and to `found` by number.
+    def pull(self, device: str, after: Sequence[tf.Tensor | tf.Operation] = ()) -> None:
+        """Pulls.
 
         What is read whatever the batch is waits for nothing but `after`, the request for rows that
         are read with it, and the last update of the same variables, which tf.function sees to: not
@@ -99,14 +97,12 @@ class PullPlan:
 
         Args:
             device: the server.
-            values: gets the values of variables.
-            found: gets what was looked up.
             after: what must be there, or have happened, on the server before.
         """
         self.arrived = None  # Rows that came ahead came before what the step waits for.
         parts = []
         if self._tables and self.rows is None:
-            parts = [self._read_rows(device, found, after)]
+            parts = [self._read_rows(device, after)]
             # Variables are read with the rows, and not before the request is there.
             after = [*after, self.rows.ids]
         not_floats = [v for v in self.unversioned if v.dtype != "float32"]
@@ -122,19 +118,20 @@ class PullPlan:
                 packed = ops.pack([[tensor] for tensor in floats])
             direct = [links.passed(v._value.read_value()) for v in not_floats]
         # What follows runs on the worker.
-        values.update((id(v), links.arrived(t)) for v, t in zip(not_floats, direct, strict=True))
+        for variable, tensor in zip(not_floats, direct, strict=True):
+            self.values[id(variable)] = links.arrived(tensor)
         if packed is None:
             return
         fixed = [*(s.variable for s in self.dense), *scalars]
 
         def take(pieces: list[tf.Tensor]) -> None:
             for variable, piece in zip(fixed, pieces, strict=True):
-                values[id(variable)] = tf.reshape(piece, tuple(variable.shape))
+                self.values[id(variable)] = tf.reshape(piece, tuple(variable.shape))
 
         variables = _Part(own, [[v.shape.num_elements()] for v in fixed], take)
         self._answer(device, packed, [variables, *parts])
 
-    def _read_rows(self, device: str, found: dict[int, PulledRequest], after: Sequence) -> _Part:
+    def _read_rows(self, device: str, after: Sequence) -> _Part:
         """Asks for rows of all tables, in one message, and looks them up on the server.
 
         Returns:
@@ -194,7 +191,7 @@ class PullPlan:
                 self.lookups.append([lookups[key] for key, _ in entries])
             for number, request in self._requests.items():
                 bags_of = [lookups[number, place] for place in range(len(request.bags))]
-                found[number] = PulledRequest(bags_of, results.get(number))
+                self.found[number] = PulledRequest(bags_of, results.get(number))
 
         pieces_of = [[size] for size in [*own, *results_of]] if computations else [own]
         return _Part(floats, pieces_of, take)

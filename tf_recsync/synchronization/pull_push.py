@@ -152,20 +152,21 @@ class Layout:
         )
 
 
-class Ahead:
-    """The lookups of a step that are pulled before the step begins, while it is traced.
+def pull_ahead(layout: Layout, lookups: Lookups, batch: Any) -> dict[str, PullPlan]:
+    """Pulls the lookups of a step before the step begins, while it is traced.
 
     Args:
         layout: the model's layout.
         lookups: the lookups of a step.
         batch: the step's batch.
-    """
 
-    def __init__(self, layout: Layout, lookups: Lookups, batch: Any):
-        self.plans = _plan_lookups(layout, lookups, batch)
-        self.found: dict[int, PulledRequest] = {}
-        for device, plan in self.plans.items():
-            plan.pull_rows(device, self.found)
+    Returns:
+        What was pulled, by the server's device.
+    """
+    plans = _plan_lookups(layout, lookups, batch)
+    for device, plan in plans.items():
+        plan.pull_rows(device)
+    return plans
 
 
 def _plan_lookups(layout: Layout, lookups: Lookups, batch: Any) -> dict[str, PullPlan]:
@@ -193,7 +194,7 @@ class Step:
         worker: the worker's index, an int64 scalar on the worker.
         aggregation: where the step gets its token, and what collects its pushes; by default
             the servers apply each push at once.
-        ahead: the step's lookups if they were pulled already, else None.
+        ahead: the step's lookups if they were pulled already (`pull_ahead`), else None.
         before: what must have happened on a server before the step pulls from it, by
             the server's device.
         hogwild: whether pushes to dense variables are applied side by side, without locks.
@@ -213,7 +214,7 @@ class Step:
         batch: Any,
         worker: tf.Tensor,
         aggregation: AtOnce = AT_ONCE,
-        ahead: Ahead | None = None,
+        ahead: dict[str, PullPlan] | None = None,
         before: Mapping[str, Sequence[tf.Operation]] | None = None,
         hogwild: bool = False,
     ):
@@ -267,7 +268,7 @@ class Step:
         )
 
     def _pull(
-        self, lookups: Lookups, batch: Any, ahead: Ahead | None
+        self, lookups: Lookups, batch: Any, ahead: dict[str, PullPlan] | None
     ) -> tuple[dict[int, tf.Tensor], dict[int, PulledRequest]]:
         """Pulls all that the step reads, in one message there and back for each server.
 
@@ -275,8 +276,7 @@ class Step:
             The values of variables, by the variables' ids; and the answers to
             `lookups`, by their numbers.
         """
-        plans = _plan_lookups(self._layout, lookups, batch) if ahead is None else ahead.plans
-        found: dict[int, PulledRequest] = {} if ahead is None else ahead.found
+        plans = _plan_lookups(self._layout, lookups, batch) if ahead is None else ahead
         self._pulls = plans  # By the server's device.
         is_placed = self._layout.placed.devices.__contains__
         for device, states in self._layout.dense.items():
@@ -286,10 +286,12 @@ class Step:
         for variable in [*unversioned, *map(schedule_variable, self._layout.optimizers)]:
             plans[self._layout.device(variable)].unversioned.append(variable)
         values: dict[int, tf.Tensor] = {}
+        found: dict[int, PulledRequest] = {}
         self._start(plans)
         for device, plan in plans.items():
-            after = [*self._after(device), *self._before.get(device, [])]
-            plan.pull(device, values, found, after)
+            plan.pull(device, [*self._after(device), *self._before.get(device, [])])
+            values |= plan.values
+            found |= plan.found
         for variable in [optimizer._iterations for optimizer in self._layout.optimizers]:
             if id(variable) not in values:
                 # It travels only if the step uses it.
@@ -331,12 +333,11 @@ class Step:
         """Pulls what one request needs by itself."""
         plan = PullPlan(self._inserts)
         plan.look_up(0, states, request)
-        found: dict[int, PulledRequest] = {}
         device = self._layout.device(states[0].variable)
-        plan.pull(device, {}, found, self._after(device))
+        plan.pull(device, self._after(device))
         # Not to be pushed in place: the step's own pull is another message.
-        own = [dataclasses.replace(lookup, message=None) for lookup in found[0].lookups]
-        return dataclasses.replace(found[0], lookups=own)
+        own = [dataclasses.replace(lookup, message=None) for lookup in plan.found[0].lookups]
+        return dataclasses.replace(plan.found[0], lookups=own)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
