@@ -196,32 +196,30 @@ def _named(
     variables: Sequence[keras.Variable],
 ) -> dict[str, keras.optimizers.Optimizer]:
     """The optimizers that train variables, by names that do not depend on the placement."""
-    firsts: dict[int, tuple[int, str]] = {}  # The first table that each of them trains.
-    used: dict[int, keras.optimizers.Optimizer] = {}
+    # The first table that each of them trains.
+    firsts: dict[keras.optimizers.Optimizer, tuple[int, str]] = {}
+    used = list(dict.fromkeys(map(optimizer_map, variables)))
     collections = list(dict.fromkeys(getattr(v, "collection", None) for v in variables))
     for variable in variables:
         part = optimizer_map(variable)
-        used[id(part)] = part
         physical = getattr(variable, "physical_table", None)
         for piece in () if physical is None else physical.pieces:
             # The layers' order is the model's; that of a layer's variables the placement's.
             table = collections.index(variable.collection), piece.table
-            firsts[id(part)] = min(table, firsts.get(id(part), table))
+            firsts[part] = min(table, firsts.get(part, table))
     default = optimizer_map.default_optimizer
-    named = {"default": default} if id(default) in used else {}
+    named = {"default": default} if default in used else {}
+    others = [one for one in used if one is not default]
     if isinstance(optimizer_map, TableOptimizers):
-        others = sorted(used.keys() - {id(default)}, key=firsts.__getitem__)
+        others.sort(key=firsts.__getitem__)
         names = {one: f"table_{urllib.parse.quote(firsts[one][1], safe='')}" for one in others}
     else:
-        names = {
-            id(part): f"part_{i}" for i, part in reversed([*enumerate(optimizer_map.values())])
-        }
-        others = [one for one in used if one != id(default)]
+        names = {part: f"part_{i}" for i, part in reversed([*enumerate(optimizer_map.values())])}
     for one in others:
         name, number = names[one], 2
         while name in named:  # Two layers may have tables of one name.
             name, number = f"{names[one]}_{number}", number + 1
-        named[name] = used[one]
+        named[name] = one
     return named
 
 

@@ -121,23 +121,17 @@ def load_variables(optimizer: Any, saved: Mapping[str, Any]) -> None:
         saved = {_with_prefix(key, keys): value for key, value in saved.items()}
     others = _others(optimizer)
     saved = _with_own_rate(optimizer, len(others), saved)
-    values: list[tuple[keras.Variable, np.ndarray]] = []
-    tables: dict[str, TableRows] = {}  # By their keys.
-    expected = {str(i) for i in range(len(others))}
-    values += [(v, _whole(saved.get(str(i)))) for i, v in enumerate(others)]
-    for name, slot, variables, own in _beside_tables(optimizer):
+    # By their keys, like tables; of a collection's counters the sum is saved.
+    variables = {str(i): [variable] for i, variable in enumerate(others)}
+    tables: dict[str, TableRows] = {}
+    for name, slot, own, shards in _beside_tables(optimizer):
         if slot == COUNTERS:
-            expected.add(_key(name, slot))
-            counters = _whole(saved.get(_key(name, slot)))
-            # The sum is what counts; the first variable keeps it (`counters_of_collections`).
-            values += [
-                (v, counters if i == 0 or counters is None else np.zeros_like(counters))
-                for i, v in enumerate(variables)
-            ]
-        tables |= {_key(name, slot, table): TableRows(shards) for table, shards in own.items()}
-    expected |= tables.keys()
-    wrong = sorted(expected.symmetric_difference(saved))
-    wrong += [v.path for v, value in values if value is not None and value.shape != v.shape]
+            variables[_key(name, slot)] = own
+        tables |= {_key(name, slot, table): TableRows(rows) for table, rows in shards.items()}
+    expected = variables.keys() | tables.keys()
+    wrong = sorted(expected ^ saved.keys())
+    values = {key: _whole(saved[key]) for key in variables if key in saved}
+    wrong += [v.path for key in values for v in variables[key] if values[key].shape != v.shape]
     shapes = {key: tuple(saved[key].shape) for key in tables if key in saved}
     wrong += [key for key, shape in shapes.items() if shape != tables[key].shape]
     if wrong:
@@ -146,12 +140,15 @@ def load_variables(optimizer: Any, saved: Mapping[str, Any]) -> None:
             "was saved for another model, or with another swap or staleness policy (they differ in "
             f"{', '.join(wrong[:5])})"
         )
-    for variable, value in values:
-        if variable is optimizer._iterations:
+    for key, value in values.items():
+        first, *more = variables[key]
+        if first is optimizer._iterations:
             value = value * optimizer.batches_counted
-        elif variable is optimizer._learning_rate:
+        elif first is optimizer._learning_rate:
             _tell_of_rate(optimizer, value)
-        variable.assign(narrowed(value, variable.dtype))
+        first.assign(narrowed(value, first.dtype))
+        for other in more:  # The first keeps the sum (`counters_of_collections`).
+            other.assign(np.zeros_like(value))
     for key, rows in tables.items():
         rows.load(saved[key])
     accumulated = _accumulated(optimizer)

@@ -209,7 +209,8 @@ def _aggregation(
         measured = of([late["staleness"]]).since(of([early["staleness"]]))
         states.append(State(**counts, staleness=measured))
     step = max((state.step for state in states), default=0)
-    return aggregation.Report.of(states, global_step=step, left_over=left_over)
+    nothing = dict.fromkeys(("abandoned", "lost", "reissued"), 0)
+    return aggregation.Report.of(states, global_step=step, left_over=left_over, **nothing)
 
 
 def _utilization(before: dict[str, Any], after: dict[str, Any], threads: int) -> Utilization:

@@ -75,36 +75,19 @@ class Report:
     staleness: staleness.Statistics
 
     @classmethod
-    def of(
-        cls,
-        states: Sequence[State],
-        *,
-        global_step: int,
-        abandoned: int = 0,
-        left_over: int = 0,
-        lost: int = 0,
-        reissued: int = 0,
-    ) -> Report:
+    def of(cls, states: Sequence[State], **others: int) -> Report:
         """The report of what buffers have counted.
 
         Args:
             states: theirs.
-            global_step: see above, like the others.
-            abandoned: see above.
-            left_over: see above.
-            lost: see above.
-            reissued: see above.
+            **others: the attributes that buffers do not count.
         """
         counted = ("included", "decayed", "excluded", "late", "spent", "age_sum")
         sums = {name: sum(getattr(state, name) for state in states) for name in counted}
         age_sum = sums.pop("age_sum")
         return cls(
-            global_step=global_step,
             **sums,
-            abandoned=abandoned,
-            left_over=left_over,
-            lost=lost,
-            reissued=reissued,
+            **others,
             age_mean=age_sum / max(sums["included"] + sums["excluded"], 1),
             age_max=max((state.age_max for state in states), default=0),
             staleness=staleness.Statistics.sum(state.staleness for state in states),
