@@ -55,7 +55,7 @@ class Filled(keras.initializers.Constant):
         return tf.fill(shape, tf.cast(self.value, dtype))
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class VariableState:
     """A trained variable and what the optimizer keeps beside it."""
 

@@ -125,7 +125,6 @@ class GradientBuffer:
         self.device = device
         self.dense = list(dense)
         self.tables = list(tables)
-        self._numbers = {id(state): number for number, state in enumerate(self.tables)}
         made_on = device if made_on is None else made_on
         with context.eager_mode(), tf.device(made_on):
             self.handle = buffer_ops.gradient_buffer(
@@ -187,7 +186,7 @@ class GradientBuffer:
             tf.errors.InvalidArgumentError: for an input out of range or of another
                 shape; the buffer is as before then.
         """
-        unknown = [s.variable.path for s in tables if id(s) not in self._numbers]
+        unknown = [state.variable.path for state in tables if state not in self.tables]
         if unknown:
             raise ValueError(f"tables must be tables of the buffer, not {', '.join(unknown)}")
         with tf.device(self.device):
@@ -199,7 +198,7 @@ class GradientBuffer:
                     pulled_step,
                     dense,
                     dense_versions,
-                    [self._numbers[id(state)] for state in tables],
+                    [self.tables.index(state) for state in tables],
                     values,
                     rows,
                     row_versions,

@@ -58,7 +58,7 @@ class PullPlan:
         self.dense: list[base.VariableState] = []
         self.unversioned: list[keras.Variable] = []
         # By table, in the order of the first lookup.
-        self._tables: dict[int, tuple[base.VariableState, list[tuple[_Key, Bags]]]] = {}
+        self._tables: dict[base.VariableState, list[tuple[_Key, Bags]]] = {}
         self._requests: dict[int, Request] = {}
         self.values: dict[int, tf.Tensor] = {}
         self.found: dict[int, PulledRequest] = {}
@@ -72,14 +72,13 @@ class PullPlan:
     @property
     def tables(self) -> list[base.VariableState]:
         """The states of the tables looked up."""
-        return [state for state, _ in self._tables.values()]
+        return list(self._tables)
 
     def look_up(self, number: int, states: list[base.VariableState], request: Request) -> None:
         """Adds a request for rows of these tables, by its number in the step."""
         self._requests[number] = request
         for place, (state, bags) in enumerate(zip(states, request.bags, strict=True)):
-            entries = self._tables.setdefault(id(state), (state, []))[1]
-            entries.append(((number, place), bags))
+            self._tables.setdefault(state, []).append(((number, place), bags))
 
     def pull_rows(self, device: str) -> None:
         """Pulls what was looked up before `pull` pulls the variables; see there."""
@@ -138,10 +137,10 @@ class PullPlan:
             The part of the answer that this is.
         """
         states = self.tables
-        asked = [entries for _, entries in self._tables.values()]
+        asked = list(self._tables.values())
         packed = PackedBags.pack([merge([bags for _, bags in entries]) for entries in asked])
         rows, sizes = {}, {}
-        for state, entries in self._tables.values():
+        for state, entries in self._tables.items():
             for key, bags in entries:
                 rows[key] = list(state.variable.shape[1:])
                 sizes[key] = bags.size * state.width

@@ -74,9 +74,9 @@ class Layout:
     def dense_variables(self) -> list[keras.Variable]:
         """The model's dense trainable variables, those included of which servers have pieces."""
         divided = self.placed.divided_variables
-        pieces = {id(state) for variable in divided for state in variable.states}
+        pieces = {state for variable in divided for state in variable.states}
         dense = [state for states in self.dense.values() for state in states]
-        others = [state.variable for state in dense if id(state) not in pieces]
+        others = [state.variable for state in dense if state not in pieces]
         return [*(variable.whole for variable in divided), *others]
 
     def states_of(self, optimizer: base.Optimizer) -> list[base.VariableState]:
@@ -464,7 +464,7 @@ class Step:
             optimizer, device = buffer.optimizer, buffer.device
             plan = self._pushes.get(optimizer, {}).get(device)
             got = [] if plan is None else plan.dense
-            if plan is None or [id(s) for s in got] != [id(s) for s in buffer.dense]:
+            if plan is None or got != buffer.dense:
                 built = [s.variable.path for s in [*buffer.dense, *buffer.tables]]
                 raise ValueError(
                     f"under {self._aggregation.mode.name} training every trainable variable needs "

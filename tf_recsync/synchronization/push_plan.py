@@ -47,7 +47,7 @@ class PushPlan:
 
     def add_dense(self, state: base.VariableState, gradient: tf.Tensor) -> None:
         """Adds the gradient of a dense variable."""
-        self._dense.append((_index(self._pull.dense, state), gradient))
+        self._dense.append((self._pull.dense.index(state), gradient))
         self._added.append(state)
 
     def add_placed(
@@ -72,7 +72,7 @@ class PushPlan:
         """
         if any(part.lookup.message is not self._pull for part in parts):
             return False
-        table = _index(self._pull.tables, state)
+        table = self._pull.tables.index(state)
         by_lookup = {id(part.lookup): part for part in parts}
         pulled = self._pull.lookups[table]
         if set(by_lookup) != {id(lookup) for lookup in pulled}:
@@ -206,15 +206,15 @@ class PushPlan:
 
     def _all_dense(self, sent: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """The gradients of all dense variables, flattened, and the variables' versions."""
-        found = {id(state): (gradient, version) for state, gradient, version in self._placed}
+        found = {state: (gradient, version) for state, gradient, version in self._placed}
         if self._dense:
             states, versions = self._dense_versions()
             if not found:
                 return sent, versions
             sizes = [state.variable.shape.num_elements() for state in states]
             pieces = zip(cut(sent, sizes, len(sizes)), tf.split(versions, len(sizes)), strict=True)
-            found |= {id(state): pair for state, pair in zip(states, pieces, strict=True)}
-        gradients, versions = zip(*(found[id(state)] for state in self._added), strict=True)
+            found |= dict(zip(states, pieces, strict=True))
+        gradients, versions = zip(*(found[state] for state in self._added), strict=True)
         return ops.pack([gradients]), tf.concat(versions, 0)
 
     def _updates_of_rows(self, pooled: tf.Tensor, rows: tf.Tensor) -> list[tuple]:
@@ -281,7 +281,3 @@ class PushPlan:
             widths = [state.width for state, _, _, _ in self._rows]
             rows = tf.reduce_sum(self._row_bags.counts * tf.constant(widths, tf.int64))
         return ops.unpack(floats, [[1], [dense], [rows], [-1]])
-
-
-def _index(states: list[base.VariableState], state: base.VariableState) -> int:
-    return next(i for i, s in enumerate(states) if s is state)

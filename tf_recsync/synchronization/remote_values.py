@@ -43,8 +43,9 @@ class PackedReader:
     """
 
     def __init__(self, like: Sequence[tf.Variable], reads_log: bool = False):
-        self._dtypes = [variable.dtype.as_numpy_dtype for variable in like]
-        self._shapes = [variable.shape.as_list() for variable in like]
+        self._like = [
+            (variable.dtype.as_numpy_dtype, variable.shape.as_list()) for variable in like
+        ]
         self._reads_log = reads_log
 
     def __call__(self, handles: Sequence[tf.Tensor]) -> list[np.ndarray]:
@@ -66,13 +67,13 @@ class PackedReader:
             tf.errors.OpError: if its server is gone.
         """
         with tf.device(CHIEF):
-            message = _reader(len(self._shapes), self._reads_log)(*asked)
+            message = _reader(len(self._like), self._reads_log)(*asked)
         return self.answer(np.array(message))  # What is fetched may not be written.
 
     def answer(self, message: np.ndarray) -> Answer:
         """What a message of such variables says; arrays in it share its memory."""
         values, begin = [], 0
-        for dtype, shape in zip(self._dtypes, self._shapes, strict=True):
+        for dtype, shape in self._like:
             size = math.prod(shape) * np.dtype(dtype).itemsize
             values.append(message[begin : begin + size].view(dtype).reshape(shape))
             begin += padded(size)

@@ -220,11 +220,6 @@ class TokenListState:
     lost: int
     skipped: int
 
-    @property
-    def smallest_step(self) -> int:
-        """The step that all servers have reached."""
-        return min(self.steps)
-
     def describe(self) -> str:
         """Who waits for whom, in words, for an error message."""
         if not self.waiting:
@@ -261,7 +256,7 @@ class TokenListState:
         withheld = f"; {_listed(lost)} of lost workers not handed on yet" if lost else ""
         return (
             f"{_listed(waiting)} {verb} for step {step} (token {index}) on {_listed(servers)}; "
-            f"of step {self.smallest_step}, {at_work}{withheld}"
+            f"of step {min(self.steps)}, {at_work}{withheld}"
         )
 
 
