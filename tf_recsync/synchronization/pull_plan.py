@@ -46,7 +46,7 @@ class PullPlan:
         dense_versions: int64 [len(dense)], or None without any.
         rows: what was looked up in `tables`, or None without any.
         row_versions: int64 [n], the versions of `rows.ids`.
-        lookups: the lookups of each table.
+        lookups: the lookups of each table, by its state.
         sizes: int64, the elements of the vectors of each lookup, table by table; None
             if nothing was computed from any.
         arrived: what exists on the worker when the server's answer is there; None
@@ -65,7 +65,7 @@ class PullPlan:
         self.dense_versions: tf.Tensor | None = None
         self.rows: PackedBags | None = None
         self.row_versions: tf.Tensor | None = None
-        self.lookups: list[list[PulledLookup]] = []
+        self.lookups: dict[base.VariableState, list[PulledLookup]] = {}
         self.sizes: tf.Tensor | None = None
         self.arrived: tf.Tensor | None = None
 
@@ -137,8 +137,8 @@ class PullPlan:
             The part of the answer that this is.
         """
         states = self.tables
-        asked = list(self._tables.values())
-        packed = PackedBags.pack([merge([bags for _, bags in entries]) for entries in asked])
+        asked = [merge([bags for _, bags in entries]) for entries in self._tables.values()]
+        packed = PackedBags.pack(asked)
         rows, sizes = {}, {}
         for state, entries in self._tables.items():
             for key, bags in entries:
@@ -182,12 +182,12 @@ class PullPlan:
             for computed, piece in zip(results.values(), pieces[len(keys) :], strict=True):
                 computed.values = piece
             lookups: dict[_Key, PulledLookup] = {}
-            for entries in asked:
+            for state, entries in self._tables.items():
                 for key, bags in entries:
                     number = len(lookups)
                     versions = functools.partial(self._versions_of, number)
                     lookups[key] = PulledLookup(bags, values[key], versions, self, number)
-                self.lookups.append([lookups[key] for key, _ in entries])
+                self.lookups[state] = [lookups[key] for key, _ in entries]
             for number, request in self._requests.items():
                 bags_of = [lookups[number, place] for place in range(len(request.bags))]
                 self.found[number] = PulledRequest(bags_of, results.get(number))
@@ -198,7 +198,7 @@ class PullPlan:
     def _versions_of(self, number: int) -> tf.Tensor:
         """The versions of a lookup, by its number among all of them, brought to the worker."""
         versions = links.arrived(links.passed(self.row_versions))
-        lookups = [lookup for table in self.lookups for lookup in table]
+        lookups = [lookup for of_table in self.lookups.values() for lookup in of_table]
         sizes = tf.stack([tf.size(lookup.bags.ids, out_type=tf.int64) for lookup in lookups])
         return tf.split(versions, sizes, num=len(lookups))[number]
 

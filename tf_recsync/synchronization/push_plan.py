@@ -32,11 +32,11 @@ class PushPlan:
 
     def __init__(self, pull: PullPlan):
         self._pull = pull
-        self._dense: list[tuple[int, tf.Tensor]] = []
+        self._dense: list[tuple[base.VariableState, tf.Tensor]] = []
         self._added: list[base.VariableState] = []  # Of all dense variables, in their order.
         # What is there already: gradients, and the versions that they were computed on.
         self._placed: list[tuple[base.VariableState, tf.Tensor, tf.Tensor]] = []
-        self._pooled: list[tuple[int, list[GradientPart]]] = []
+        self._pooled: list[tuple[base.VariableState, list[GradientPart]]] = []
         self._rows: list[tuple[base.VariableState, tf.Tensor, tf.Tensor, tf.Tensor]] = []
         # What travels; see `pack`.
         self.packed: list[tf.Tensor] = []
@@ -47,7 +47,7 @@ class PushPlan:
 
     def add_dense(self, state: base.VariableState, gradient: tf.Tensor) -> None:
         """Adds the gradient of a dense variable."""
-        self._dense.append((self._pull.dense.index(state), gradient))
+        self._dense.append((state, gradient))
         self._added.append(state)
 
     def add_placed(
@@ -72,12 +72,11 @@ class PushPlan:
         """
         if any(part.lookup.message is not self._pull for part in parts):
             return False
-        table = self._pull.tables.index(state)
-        by_lookup = {id(part.lookup): part for part in parts}
-        pulled = self._pull.lookups[table]
-        if set(by_lookup) != {id(lookup) for lookup in pulled}:
+        by_lookup = {part.lookup: part for part in parts}
+        pulled = self._pull.lookups[state]
+        if set(by_lookup) != set(pulled):
             return False
-        self._pooled.append((table, [by_lookup[id(lookup)] for lookup in pulled]))
+        self._pooled.append((state, [by_lookup[lookup] for lookup in pulled]))
         return True
 
     def add_rows(self, state: base.VariableState, values, ids, versions) -> None:
@@ -132,8 +131,8 @@ class PushPlan:
         """
         learning_rate = self.learning_rate
         _, dense, rows, pooled = self._sent
-        tables = [self._pull.tables[table] for table, _ in self._pooled]
-        states = [*self._added, *tables, *(state for state, _, _, _ in self._rows)]
+        tables = [state for state, *_ in [*self._pooled, *self._rows]]
+        states = [*self._added, *tables]
         operations = optimizer.decay_weights(
             [state for state in states if id(state.variable) in decayed], learning_rate
         )
@@ -198,11 +197,11 @@ class PushPlan:
 
     def _dense_versions(self) -> tuple[list[base.VariableState], tf.Tensor]:
         """The dense variables whose gradients were sent, and their versions as pulled."""
-        numbers = [number for number, _ in self._dense]
-        versions = self._pull.dense_versions
-        if numbers != list(range(len(self._pull.dense))):
-            versions = tf.gather(versions, numbers)
-        return [self._pull.dense[number] for number in numbers], versions
+        states = [state for state, _ in self._dense]
+        versions, pulled = self._pull.dense_versions, self._pull.dense
+        if states != pulled:
+            versions = tf.gather(versions, [pulled.index(state) for state in states])
+        return states, versions
 
     def _all_dense(self, sent: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """The gradients of all dense variables, flattened, and the variables' versions."""
@@ -221,9 +220,9 @@ class PushPlan:
         """(states of tables, gradients, bags, versions) of pooled vectors and of rows."""
         parts = []
         if self._pooled:
-            tables = [table for table, _ in self._pooled]
+            states = [state for state, _ in self._pooled]
+            tables = [self._pull.tables.index(state) for state in states]
             bags, versions = self._pull.rows.select(tables, self._pull.row_versions)
-            states = [self._pull.tables[table] for table in tables]
             parts.append((states, self._pooled_gradients(pooled), bags, versions))
         if self._rows:
             states = [state for state, _, _, _ in self._rows]
@@ -273,9 +272,7 @@ class PushPlan:
 
     def _split(self, floats: tf.Tensor) -> list[tf.Tensor]:
         """The learning rate, and the gradients of dense variables, rows, and pooled vectors."""
-        dense = sum(
-            self._pull.dense[number].variable.shape.num_elements() for number, _ in self._dense
-        )
+        dense = sum(state.variable.shape.num_elements() for state, _ in self._dense)
         rows: int | tf.Tensor = 0
         if self._rows:
             widths = [state.width for state, _, _, _ in self._rows]
