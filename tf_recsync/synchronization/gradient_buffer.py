@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -142,8 +143,7 @@ class GradientBuffer:
 
     def step(self) -> buffer_ops.BufferStep:
         """How far it is; see `tf_recsync.ops.gradient_buffer.gradient_buffer_step`."""
-        with tf.device(self.device):
-            return buffer_ops.gradient_buffer_step(self.handle)
+        return self._call(buffer_ops.gradient_buffer_step)
 
     def push(
         self,
@@ -189,22 +189,19 @@ class GradientBuffer:
         unknown = [state.variable.path for state in tables if state not in self.tables]
         if unknown:
             raise ValueError(f"tables must be tables of the buffer, not {', '.join(unknown)}")
-        with tf.device(self.device):
-            return self._shaped(
-                buffer_ops.push_to_buffer(
-                    self.handle,
-                    token_index,
-                    token_value,
-                    pulled_step,
-                    dense,
-                    dense_versions,
-                    [self.tables.index(state) for state in tables],
-                    values,
-                    rows,
-                    row_versions,
-                    ticket,
-                )
-            )
+        return self._aggregate(
+            buffer_ops.push_to_buffer,
+            token_index,
+            token_value,
+            pulled_step,
+            dense,
+            dense_versions,
+            [self.tables.index(state) for state in tables],
+            values,
+            rows,
+            row_versions,
+            ticket,
+        )
 
     def flush(self) -> buffer_ops.Aggregate:
         """Gives out the pushes that are there, though they are fewer than a step has.
@@ -212,8 +209,7 @@ class GradientBuffer:
         Their sum is divided by `capacity`: each weighs as in a step that is full. Without
         pushes nothing is ready, and no step is counted.
         """
-        with tf.device(self.device):
-            return self._shaped(buffer_ops.flush_buffer(self.handle))
+        return self._aggregate(buffer_ops.flush_buffer)
 
     def applied(self, aggregate: buffer_ops.Aggregate) -> tf.Tensor:
         """Notes that what was given out is applied; nothing if it was not ready.
@@ -221,8 +217,7 @@ class GradientBuffer:
         Returns:
             The step up to which all are applied now, an int64 scalar.
         """
-        with tf.device(self.device):
-            return buffer_ops.buffer_applied(self.handle, aggregate.ready, aggregate.step)
+        return self._call(buffer_ops.buffer_applied, aggregate.ready, aggregate.step)
 
     def mark_applied(self, step: int | tf.Tensor) -> tf.Tensor:
         """Notes that a step is applied, or lost; nothing if that is noted already.
@@ -233,8 +228,7 @@ class GradientBuffer:
         Returns:
             The step up to which all are applied now, an int64 scalar.
         """
-        with tf.device(self.device):
-            return buffer_ops.buffer_applied(self.handle, True, step)
+        return self._call(buffer_ops.buffer_applied, True, step)
 
     def spend(
         self,
@@ -259,9 +253,7 @@ class GradientBuffer:
         Raises:
             tf.errors.InvalidArgumentError: if the buffer counts late pushes.
         """
-        with tf.device(self.device):
-            spent = buffer_ops.spend_tokens(self.handle, token_value, token_indices, ticket)
-            return self._shaped(spent)
+        return self._aggregate(buffer_ops.spend_tokens, token_value, token_indices, ticket)
 
     def revoke(self, tickets: Sequence[int] | tf.Tensor) -> buffer_ops.Revoked:
         """Drops pushes with these tickets that come from now on: who took the tokens is gone.
@@ -273,8 +265,7 @@ class GradientBuffer:
             The steps that earlier pushes with them have completed and that are not applied yet,
             and those of their tokens that it has.
         """
-        with tf.device(self.device):
-            return buffer_ops.revoke_tickets(self.handle, tickets)
+        return self._call(buffer_ops.revoke_tickets, tickets)
 
     def restore(self, step: int | tf.Tensor) -> tf.Operation:
         """Sets the step, all of it applied, and drops what is pending.
@@ -283,16 +274,19 @@ class GradientBuffer:
             step: int64 scalar, at least 0: that of the parameters, as after loading
                 a checkpoint. No application may be in progress.
         """
-        with tf.device(self.device):
-            return buffer_ops.restore_buffer(self.handle, step)
+        return self._call(buffer_ops.restore_buffer, step)
 
     def state(self) -> State:
         """What it has counted; eager only."""
-        with tf.device(self.device):
-            counters = fetch(buffer_ops.gradient_buffer_state(self.handle))
+        counters = fetch(self._call(buffer_ops.gradient_buffer_state))
         measured = staleness.Statistics.from_counters([counters[_COUNTS:]])
         return State(*counters[:_COUNTS].tolist(), staleness=measured)
 
-    def _shaped(self, aggregate: buffer_ops.Aggregate) -> buffer_ops.Aggregate:
+    def _call(self, op: Callable, *arguments: Any) -> Any:
+        with tf.device(self.device):
+            return op(self.handle, *arguments)
+
+    def _aggregate(self, op: Callable, *arguments: Any) -> buffer_ops.Aggregate:
+        aggregate = self._call(op, *arguments)
         aggregate.rows.counts.set_shape([len(self.tables)])
         return aggregate
