@@ -491,27 +491,25 @@ class Optimizer(saving.LoadsWhenBuilt, CountsSteps, keras.optimizers.Optimizer):
             if not self._scope_is_checked:
                 self._scope_is_checked = True
                 _warn_of_forgotten_scope(self.name, variables)
-            with self._unscaled(grads, variables) as unscaled:
-                super().apply(unscaled, trainable_variables)
+            grads = self._unscaled(grads, variables)
+            with instead(self, "loss_scale_factor", None):  # Or Keras would divide them again.
+                super().apply(grads, trainable_variables)
         elif not push.is_dry:
             if self._clips:
                 grads = push.for_clipping(grads, variables)
             super().apply(grads, trainable_variables)
 
-    @contextlib.contextmanager
     def _unscaled(self, grads, variables):
-        """Gives gradients that are divided by `loss_scale_factor`; Keras can't divide a table's."""
+        """The gradients divided by `loss_scale_factor`; Keras can't divide a table's."""
         scale = self.loss_scale_factor
         if scale is None:
-            yield grads
-            return
-        with instead(self, "loss_scale_factor", None):  # Or Keras would divide them again.
-            yield [
-                g
-                if g is None or self._overwrite_variable_with_gradient(v)
-                else keras.ops.divide(g, scale)
-                for g, v in zip(grads, variables, strict=True)
-            ]
+            return grads
+        return [
+            g
+            if g is None or self._overwrite_variable_with_gradient(v)
+            else keras.ops.divide(g, scale)
+            for g, v in zip(grads, variables, strict=True)
+        ]
 
     @property
     def iterations(self):
