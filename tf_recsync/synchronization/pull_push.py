@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tf_recsync import ops
 from tf_recsync.embedding.keys import has_row
-from tf_recsync.ops.bags import Request
+from tf_recsync.ops.bags import Bags, Request
 from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
 from tf_recsync.placement import flops
@@ -30,7 +30,7 @@ from tf_recsync.synchronization.copies import device_for
 from tf_recsync.synchronization.lookups import Lookups
 from tf_recsync.synchronization.placed import NO_LAYERS, Placed, PlacedLayers
 from tf_recsync.synchronization.pull_plan import PullPlan
-from tf_recsync.synchronization.pulled import PulledRequest, PulledScope, PulledTable
+from tf_recsync.synchronization.pulled import PulledLookup, PulledRequest, PulledScope, PulledTable
 from tf_recsync.synchronization.push_plan import PushPlan
 from tf_recsync.synchronization.seeds import drawing_from, is_seed
 
@@ -234,16 +234,11 @@ class Step:
         self._decayed: set[int] = set()  # Ids of variables whose weights decay with a push.
         # Versions of tables whose gradients have every row once (for clipping).
         self._summed: dict[int, tf.Tensor] = {}
-        self._tables = {
-            id(s.variable): PulledTable(
-                s,
-                layout.device(s.variable),
-                self._pull_request,
-                whole=lookups.whole is None or i in lookups.whole,
-                after=self._after,
-            )
-            for i, s in enumerate(layout.tables)
-        }
+        self._tables: dict[int, PulledTable] = {}
+        for i, state in enumerate(layout.tables):
+            is_whole = lookups.whole is None or i in lookups.whole
+            pull_whole = self._pull_whole if is_whole else None
+            self._tables[id(state.variable)] = PulledTable(state, self._pull_request, pull_whole)
         dense = [state for states in layout.dense.values() for state in states]
         variables = [*(state.variable for state in dense), *layout.shared]
         self.placed = Placed(layout.placed, variables, dense, self._after, batch, worker)
@@ -338,6 +333,16 @@ class Step:
         # Not to be pushed in place: the step's own pull is another message.
         own = [dataclasses.replace(lookup, message=None) for lookup in plan.found[0].lookups]
         return dataclasses.replace(plan.found[0], lookups=own)
+
+    def _pull_whole(self, state: base.VariableState) -> PulledLookup:
+        """Pulls all rows of a table."""
+        device, shape = self._layout.device(state.variable), state.variable.shape
+        (table,), (versions,) = base.read_handles([state])
+        decays = base.log_decays_of([state])
+        with tf.control_dependencies(self._after(device)), tf.device(device):
+            values, pulled = ops.pull_table(table, versions, shape=shape, **decays)
+        bags = Bags(tf.range(shape[0], dtype=tf.int64))
+        return PulledLookup(bags, values, lambda: tf.identity(pulled), is_whole=True)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:

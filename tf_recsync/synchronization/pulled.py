@@ -16,9 +16,8 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager import record, tape
 
-from tf_recsync import ops
 from tf_recsync.ops.bags import Bags, Request, merge
-from tf_recsync.optimizers.base import VariableState, log_decays_of
+from tf_recsync.optimizers.base import VariableState
 
 
 class _Watched:
@@ -218,26 +217,15 @@ class PulledTable(TableStandIn):
 
     Args:
         state: the optimizer's state of the table.
-        device: that holds it.
         pull: `pull(states, request)` pulls a `PulledRequest`.
-        whole: whether the step uses the table otherwise than for lookups.
-        after: `after(device)` gives what must be there before anything is pulled from a
-            server, tensors on it.
+        pull_whole: `pull_whole(state)` pulls all rows, a `PulledLookup`; None if the step uses
+            the table for lookups alone.
     """
 
-    def __init__(
-        self,
-        state: VariableState,
-        device: str,
-        pull: Callable,
-        whole: bool,
-        after: Callable[[str], list[tf.Tensor]],
-    ):
+    def __init__(self, state: VariableState, pull: Callable, pull_whole: Callable | None):
         super().__init__(state)
-        self._device = device
         self._pull = pull
-        self._after = after
-        self._whole = whole
+        self._pull_whole = pull_whole
         # What the tape differentiates by; its value is never used.
         self.handle = tf.zeros([])
         self._looked_up = tf.zeros([], tf.int64)
@@ -267,7 +255,7 @@ class PulledTable(TableStandIn):
 
         Keras asks every table for its shape, by way of its value.
         """
-        if not self._whole:
+        if self._pull_whole is None:
             self._stand_ins.append(tf.zeros(self.shape, dtype or self.dtype))
             return self._stand_ins[-1]
         if self._state.variable.dtype != "float32":
@@ -276,20 +264,7 @@ class PulledTable(TableStandIn):
                 "of its layer: under a strategy its dtype must be float32 then, not "
                 f"{self._state.variable.dtype}"
             )
-        variable, versions = self._state.variable._value, self._state.versions._value
-        with (
-            tf.control_dependencies(self._after(self._device)),
-            tf.device(self._device),
-        ):
-            values, pulled = ops.pull_table(
-                variable.handle,
-                versions.handle,
-                shape=self.shape,
-                **log_decays_of([self._state]),
-            )
-        bags = Bags(tf.range(self.shape[0], dtype=tf.int64))
-        lookup = PulledLookup(bags, values, lambda: tf.identity(pulled), is_whole=True)
-        values = _differentiable([self], PulledRequest([lookup]))
+        values = _differentiable([self], PulledRequest([self._pull_whole(self._state)]))
         return values if dtype is None else tf.cast(values, dtype)
 
     def note(self, lookup: PulledLookup) -> Callable:
