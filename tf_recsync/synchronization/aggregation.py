@@ -289,26 +289,23 @@ class Aggregation(AtOnce):
     def begin(self) -> None:
         """Has tokens and buffers go on at the global step of the optimizer that is ahead; nobody
         may be in a step."""
-        if self.mode.uses_buffers:
-            steps = self._own_steps()
-            step = max(steps.values(), default=0)
-            self._begun = step, steps
-            pending = self._pending()
-            if pending:
-                # They may be of other parameters than those of now.
-                logging.warning(
-                    "%d pushes are dropped: of a pass that ended with an exception, or from before "
-                    "a global step was loaded.",
-                    pending,
-                )
-                self._abandoned += pending
-            for buffer in self.buffers:
-                buffer.restore(step)
-            self._tokens.seek(step)
-            self._withheld.clear()
-        else:
-            # Without buffers there is no step to refer to, and clocks begin anew.
-            self._tokens.seek(0)
+        # Without buffers there is no step to refer to, and clocks begin anew.
+        steps = self._own_steps() if self.mode.uses_buffers else {}
+        step = max(steps.values(), default=0)
+        self._begun = step, steps
+        pending = self._pending()
+        if pending:
+            # They may be of other parameters than those of now.
+            logging.warning(
+                "%d pushes are dropped: of a pass that ended with an exception, or from before "
+                "a global step was loaded.",
+                pending,
+            )
+            self._abandoned += pending
+        for buffer in self.buffers:
+            buffer.restore(step)
+        self._tokens.seek(step)
+        self._withheld.clear()
 
     def flush(self) -> None:
         """Applies or drops what the buffers still hold, and has all go on with as many steps done.
