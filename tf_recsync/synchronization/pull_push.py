@@ -174,9 +174,7 @@ def _plan_lookups(layout: Layout, lookups: Lookups, batch: Any) -> dict[str, Pul
     plans: dict[str, PullPlan] = collections.defaultdict(
         functools.partial(PullPlan, lookups.inserts)
     )
-    requests = []
-    if lookups.tables:
-        requests = lookups.requests(*tensors_of(batch))
+    requests = lookups.requests(*tensors_of(batch))
     for i, (tables, request) in enumerate(zip(lookups.tables, requests, strict=True)):
         states = [layout.tables[table] for table in tables]
         plans[layout.device(states[0].variable)].look_up(i, states, request)
