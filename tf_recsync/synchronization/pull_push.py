@@ -41,7 +41,7 @@ class Layout:
 
     Attributes:
         optimizers: the optimizers of this package that the model trains with.
-        dense: states of dense trainable variables, by the server's device.
+        dense: states of dense trainable variables, pieces in place of those that are divided.
         tables: states of embedding tables.
         shared: non-trainable variables with one copy on a server; a step reads
             them and sends what it added.
@@ -56,7 +56,7 @@ class Layout:
     """
 
     optimizers: tuple[base.Optimizer, ...]
-    dense: dict[str, list[base.VariableState]]
+    dense: list[base.VariableState]
     tables: list[base.VariableState]
     shared: list[keras.Variable]
     private: list[keras.Variable]
@@ -75,8 +75,7 @@ class Layout:
         """The model's dense trainable variables, those included of which servers have pieces."""
         divided = self.placed.divided_variables
         pieces = {state for variable in divided for state in variable.states}
-        dense = [state for states in self.dense.values() for state in states]
-        others = [state.variable for state in dense if state not in pieces]
+        others = [state.variable for state in self.dense if state not in pieces]
         return [*(variable.whole for variable in divided), *others]
 
     def states_of(self, optimizer: base.Optimizer) -> list[base.VariableState]:
@@ -115,9 +114,7 @@ class Layout:
         shards = shards or {}
         states = {id(s.variable): s for o in optimizers for s in o.states}
         divided = placed.divided_states
-        dense: dict[str, list[base.VariableState]] = {}
-        tables = []
-        shared = []
+        dense, tables, shared = [], [], []
         private = [*model.metrics_variables, *logged]
         for variable in model.variables:
             state = states.get(id(variable))
@@ -138,8 +135,7 @@ class Layout:
             elif state.is_table:
                 tables.append(state)
             else:
-                for one in divided.get(id(variable), [state]):
-                    dense.setdefault(device_for(one.variable, group, shards), []).append(one)
+                dense += divided.get(id(variable), [state])
         private += [] if unseeded is None else [unseeded.state]
         known = {id(v) for v in private}
         shared = [v for v in shared if id(v) not in known]
@@ -237,16 +233,16 @@ class Step:
             is_whole = lookups.whole is None or i in lookups.whole
             pull_whole = self._pull_whole if is_whole else None
             self._tables[id(state.variable)] = PulledTable(state, self._pull_request, pull_whole)
-        dense = [state for states in layout.dense.values() for state in states]
-        variables = [*(state.variable for state in dense), *layout.shared]
-        self.placed = Placed(layout.placed, variables, dense, self._after, batch, worker)
+        trained = [state.variable for state in layout.dense]
+        variables = [*trained, *layout.shared]
+        self.placed = Placed(layout.placed, variables, layout.dense, self._after, batch, worker)
         pulled, found = self._pull(lookups, batch, ahead)
         for i, request in found.items():
             first = layout.tables[lookups.tables[i][0]]
             self._tables[id(first.variable)].prefetched(request)
         self._shared = [(v, pulled[id(v)]) for v in layout.shared if id(v) in pulled]
         self._scope = PulledScope(
-            dense=[(s.variable, pulled[id(s.variable)]) for s in dense if id(s.variable) in pulled],
+            dense=[(v, pulled[id(v)]) for v in trained if id(v) in pulled],
             tables=[(s.variable, self._tables[id(s.variable)]) for s in layout.tables],
             others=[
                 *zip(layout.private, private, strict=True),
@@ -272,9 +268,9 @@ class Step:
         plans = _plan_lookups(self._layout, lookups, batch) if ahead is None else ahead
         self._pulls = plans  # By the server's device.
         is_placed = self._layout.placed.devices.__contains__
-        for device, states in self._layout.dense.items():
-            if pulled := [state for state in states if not is_placed(id(state.variable))]:
-                plans[device].dense.extend(pulled)
+        for state in self._layout.dense:
+            if not is_placed(id(state.variable)):
+                plans[self._layout.device(state.variable)].dense.append(state)
         unversioned = [v for v in self._layout.shared if not is_placed(id(v))]
         for variable in [*unversioned, *map(schedule_variable, self._layout.optimizers)]:
             plans[self._layout.device(variable)].unversioned.append(variable)
