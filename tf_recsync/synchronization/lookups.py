@@ -102,9 +102,7 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
         def stand_in(variable):
             return variable, tf.compat.v1.placeholder(variable.dtype, variable.shape)
 
-        tables = [
-            (state.variable, _DryTable(state, found, i)) for i, state in enumerate(layout.tables)
-        ]
+        tables = [_DryTable(state, found, i) for i, state in enumerate(layout.tables)]
         scope = PulledScope(
             dense=[stand_in(variable) for variable in layout.dense_variables],
             tables=tables,
@@ -113,7 +111,7 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
         )
         with context.pushing(_DryPush()), scope, drawing_from(layout.unseeded):
             getattr(model, method)(data)
-        whole.update(i for i, (_, table) in enumerate(tables) if table.is_used_whole)
+        whole.update(i for i, table in enumerate(tables) if table.is_used_whole)
         return tf.zeros([])
 
     specs = tf.nest.flatten(element_spec, expand_composites=True)

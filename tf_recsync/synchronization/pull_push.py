@@ -243,7 +243,7 @@ class Step:
         self._shared = [(v, pulled[id(v)]) for v in layout.shared if id(v) in pulled]
         self._scope = PulledScope(
             dense=[(v, pulled[id(v)]) for v in trained if id(v) in pulled],
-            tables=[(s.variable, self._tables[id(s.variable)]) for s in layout.tables],
+            tables=self._tables.values(),
             others=[
                 *zip(layout.private, private, strict=True),
                 *self._shared,

@@ -55,7 +55,7 @@ class TableStandIn(tf.__internal__.types.Tensor):
     trainable = True
 
     def __init__(self, state: VariableState):
-        self._state = state
+        self.state = state
         self._stand_ins: list[tf.Tensor] = []  # For its values.
 
     @property
@@ -64,20 +64,20 @@ class TableStandIn(tf.__internal__.types.Tensor):
 
     @property
     def shape(self) -> tf.TensorShape:
-        return tf.TensorShape(self._state.variable.shape)
+        return tf.TensorShape(self.state.variable.shape)
 
     @property
     def name(self) -> str:
-        return self._state.variable.path
+        return self.state.variable.path
 
     @property
     def _unique_id(self) -> str:
-        return self._state.variable._value._unique_id
+        return self.state.variable._value._unique_id
 
     @property
     def is_keyed(self) -> bool:
         """Whether its ids are keys."""
-        return self._state.keyed is not None
+        return self.state.keyed is not None
 
     @property
     def is_used_whole(self) -> bool:
@@ -247,7 +247,7 @@ class PulledTable(TableStandIn):
         if first._prefetched:
             pulled = first._prefetched.popleft()
         else:
-            pulled = first._pull([table._state for table in tables], request)
+            pulled = first._pull([table.state for table in tables], request)
         return _differentiable(tables, pulled)
 
     def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
@@ -258,13 +258,13 @@ class PulledTable(TableStandIn):
         if self._pull_whole is None:
             self._stand_ins.append(tf.zeros(self.shape, dtype or self.dtype))
             return self._stand_ins[-1]
-        if self._state.variable.dtype != "float32":
+        if self.state.variable.dtype != "float32":
             raise ValueError(
                 f"table {self.name} is used as a whole, not for lookups alone, as by a regularizer "
                 "of its layer: under a strategy its dtype must be float32 then, not "
-                f"{self._state.variable.dtype}"
+                f"{self.state.variable.dtype}"
             )
-        values = _differentiable([self], PulledRequest([self._pull_whole(self._state)]))
+        values = _differentiable([self], PulledRequest([self._pull_whole(self.state)]))
         return values if dtype is None else tf.cast(values, dtype)
 
     def note(self, lookup: PulledLookup) -> Callable:
@@ -277,7 +277,7 @@ class PulledTable(TableStandIn):
         def gradient_of_table(values, source=None):
             if lookup.is_whole and self.is_keyed:
                 raise ValueError(
-                    f"table {self._state.keyed.table!r} ({self.name}) is trained as a whole, not "
+                    f"table {self.state.keyed.table!r} ({self.name}) is trained as a whole, not "
                     "by lookups alone, as by a regularizer: under a strategy it must have no keys "
                     "then, as what is pushed says keys, not rows; leave it out of the loss"
                 )
@@ -389,7 +389,7 @@ class PulledScope(keras.StatelessScope):
 
     Args:
         dense: (variable, pulled tensor) pairs of dense trainable variables.
-        tables: (variable, `PulledTable`) pairs.
+        tables: `TableStandIn`s.
         others: (variable, tensor) pairs of everything else that may be read and
             assigned in the step: metrics, moving averages, seeds.
         late: variables that are read when the step asks for them.
@@ -404,24 +404,24 @@ class PulledScope(keras.StatelessScope):
         for variable, _ in dense:
             as_variable(self.state_mapping[id(variable)], variable)
         self._dense = {id(v) for v in [*(v for v, _ in dense), *trained]}
-        self._tables = [(variable, table) for variable, table in tables]
-        self._trainable = self._dense | {id(v) for v, _ in tables}
+        self._tables = list(tables)
+        self._trainable = self._dense | {id(table.state.variable) for table in tables}
         self._late = {id(variable) for variable in late}
         self._read = read
         self._unread = {id(variable) for variable in unread}
-        for variable, table in tables:
-            self.state_mapping[id(variable)] = table
+        for table in tables:
+            self.state_mapping[id(table.state.variable)] = table
 
     def __enter__(self):
         # tf.gather recognises a variable by this method, which Keras variables
         # lack; without it a lookup would pull the whole table.
-        for variable, table in self._tables:
-            variable.sparse_read = table.sparse_read
+        for table in self._tables:
+            table.state.variable.sparse_read = table.sparse_read
         return super().__enter__()
 
     def __exit__(self, *args, **kwargs):
-        for variable, _ in self._tables:
-            del variable.sparse_read
+        for table in self._tables:
+            del table.state.variable.sparse_read
         return super().__exit__(*args, **kwargs)
 
     def get_current_value(self, variable):
