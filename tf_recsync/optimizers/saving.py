@@ -471,11 +471,11 @@ def _beside_tables(
 
 def _others(optimizer: Any) -> list[keras.Variable]:
     """The variables that are not of a collection."""
-    own = {id(v) for _, _, variables, _ in _beside_tables(optimizer) for v in variables}
-    own.add(id(optimizer.step_variable))
-    own.update(map(id, _accumulated(optimizer)))
+    beside = [v for _, _, variables, _ in _beside_tables(optimizer) for v in variables]
     # Rows are saved as they are decayed by then.
-    own.update(id(variable) for state in optimizer.states for variable in state.log_decays)
+    decays = [variable for state in optimizer.states for variable in state.log_decays]
+    apart = [*beside, *decays, optimizer.step_variable, *_accumulated(optimizer)]
+    own = {id(variable) for variable in apart}
     return [variable for variable in optimizer.variables if id(variable) not in own]
 
 

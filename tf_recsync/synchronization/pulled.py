@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from tensorflow.python.eager import record, tape
+from tensorflow.python.util.object_identity import ObjectIdentityDictionary
 
 from tf_recsync.ops.bags import Bags, Request, merge
 from tf_recsync.optimizers.base import VariableState
@@ -196,14 +197,12 @@ class GradientPart:
     Attributes:
         lookup: the lookup.
         values: the gradient of its pooled vectors, [bags, ...].
-        positions: stand for the lookup in a gradient of the table.
         source: `values` is item `source[2]` of `source[0].pull_back(source[1])`, a
             `Computed` and the gradient of its result; None if it is anything else.
     """
 
     lookup: PulledLookup
     values: tf.Tensor
-    positions: tf.Tensor
     source: tuple[Computed, tf.Tensor, int] | None = None
 
 
@@ -230,8 +229,7 @@ class PulledTable(TableStandIn):
         self.handle = tf.zeros([])
         self._looked_up = tf.zeros([], tf.int64)
         self._lookups: list[PulledLookup] = []
-        # What a gradient's indices stand for, by the tensor's id.
-        self._parts: dict[int, GradientPart] = {}
+        self._parts = ObjectIdentityDictionary()  # `GradientPart`s by a gradient's indices.
         self._prefetched: collections.deque[PulledRequest] = collections.deque()
 
     def prefetched(self, pulled: PulledRequest) -> None:
@@ -283,7 +281,7 @@ class PulledTable(TableStandIn):
                 )
             positions = tf.range(first, first + count)
             values = tf.reshape(values, [-1, *self.shape[1:]])
-            self._parts[id(positions)] = GradientPart(lookup, values, positions, source)
+            self._parts[positions] = GradientPart(lookup, values, source)
             return tf.IndexedSlices(values, positions)
 
         return gradient_of_table
@@ -305,8 +303,8 @@ class PulledTable(TableStandIn):
             return None
         indices, values = gradient.indices, gradient.values
         # Several lookups' gradients are added up by putting them side by side.
-        joined = indices.op.type == "ConcatV2" and id(indices) not in self._parts
-        parts = [self._parts.get(id(i)) for i in (_joined(indices) if joined else [indices])]
+        joined = indices.op.type == "ConcatV2" and indices not in self._parts
+        parts = [self._parts.get(i) for i in (_joined(indices) if joined else [indices])]
         if any(part is None for part in parts):
             return None
         if len({id(part.lookup) for part in parts}) < len(parts):
@@ -318,7 +316,7 @@ class PulledTable(TableStandIn):
         if joined:
             values = tf.split(values, tf.stack([part.lookup.bags.size for part in parts]))
         return [
-            GradientPart(part.lookup, value, part.positions)
+            GradientPart(part.lookup, value)
             for part, value in zip(parts, values if joined else [values], strict=True)
         ]
 
