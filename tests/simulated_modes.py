@@ -319,7 +319,7 @@ class Pieces:
         aggregate = self.collect(work, server)
         if aggregate is not None:
             buffer = self.buffer(server)
-            applied = buffer.apply(self.optimizers[server], aggregate, tf.constant(RATE))
+            applied = buffer.apply(aggregate, tf.constant(RATE))
             self.aggregation.report_step(buffer, applied)
 
     def collect(self, work: Work, server: int = 0):

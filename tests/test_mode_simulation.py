@@ -213,7 +213,7 @@ def test_a_step_that_a_lost_worker_was_to_apply_does_not_stop_the_others(row):
     state = buffer.state()
     assert (state.step, state.applied) == (1, 1)
     # If it is applied after all, that is no error.
-    applied = buffer.apply(pieces.optimizers[0], aggregate, tf.constant(RATE))
+    applied = buffer.apply(aggregate, tf.constant(RATE))
     assert int(applied) == 1
 
 
@@ -270,7 +270,7 @@ def test_a_step_that_a_living_worker_applies_slowly_is_not_taken_for_lost_with_a
     pieces.ask(worker)
     if row == "sync":
         assert pieces.is_waiting(worker)  # It does not get the lost worker's, which had pushed.
-    applied = buffer.apply(pieces.optimizers[0], aggregate, tf.constant(RATE))
+    applied = buffer.apply(aggregate, tf.constant(RATE))
     pieces.aggregation.report_step(buffer, applied)
     pieces.taken(worker)
     assert buffer.state().applied == 1

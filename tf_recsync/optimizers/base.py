@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 
@@ -22,11 +23,11 @@ from absl import logging
 from tf_recsync import ops
 from tf_recsync import staleness as staleness_lib
 from tf_recsync._checks import check_at_least, number
+from tf_recsync._instead import instead
 from tf_recsync.cluster import fetch
 from tf_recsync.embedding.initial_values import seed_of_table
 from tf_recsync.embedding.keys import KeyedRows
 from tf_recsync.embedding.physical_tables import check_memory
-from tf_recsync.embedding.table_rows import saved_array
 from tf_recsync.ops.bags import Bags, PackedBags
 from tf_recsync.optimizers import saving
 from tf_recsync.optimizers.global_step import CountsSteps
@@ -54,7 +55,7 @@ class Filled(keras.initializers.Constant):
         return tf.fill(shape, tf.cast(self.value, dtype))
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class VariableState:
     """A trained variable and what the optimizer keeps beside it."""
 
@@ -73,6 +74,11 @@ class VariableState:
     accumulator_values: tuple[float, ...] = ()  # the first ones, of a table with keys
 
     @property
+    def width(self) -> int:
+        """The elements of a row."""
+        return math.prod(self.variable.shape[1:])
+
+    @property
     def keyed(self) -> KeyedRows | None:
         """What finds the rows of keys, if the variable is a table with keys."""
         return getattr(self.variable, "keyed", None)
@@ -85,11 +91,23 @@ class VariableState:
         return values + [(variable, 0.0) for variable in (*self.last_updates, *self.last_steps)]
 
     @property
+    def slots(self) -> dict[str, keras.Variable]:
+        """What the optimizer keeps beside the variable and saves, by what it is."""
+        kind = "row_accumulator" if self.rowwise else "accumulator"
+        slots = {f"{kind}_{i}": accumulator for i, accumulator in enumerate(self.accumulators)}
+        slots["version"] = self.versions
+        more = {
+            "last_period": self.last_periods,
+            "last_update": self.last_updates,
+            "last_step": self.last_steps,
+            saving.COUNTERS: [self.counters],
+        }
+        return slots | {name: variables[0] for name, variables in more.items() if variables}
+
+    @property
     def beside(self) -> list[keras.Variable]:
         """All that the optimizer keeps beside the variable."""
-        lists = (self.accumulators, self.last_periods, self.last_updates, self.last_steps)
-        own = [self.versions, self.counters, *(v for variables in lists for v in variables)]
-        return [*own, *self.log_decays]
+        return [*self.slots.values(), *self.log_decays]
 
 
 class _OfTensorFlow(tf.__internal__.tracking.AutoTrackable):
@@ -116,6 +134,11 @@ def handles(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     return [variable._value.handle for variable in variables]
 
 
+def read_handles(states: Sequence[VariableState]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """The handles of variables and of their versions, by which these are read together."""
+    return handles([s.variable for s in states]), handles([s.versions for s in states])
+
+
 def log_decays_of(states: Sequence[VariableState]) -> dict[str, list]:
     """What ops on rows of these tables are told of their decay."""
     return {
@@ -124,7 +147,7 @@ def log_decays_of(states: Sequence[VariableState]) -> dict[str, list]:
     }
 
 
-class Optimizer(CountsSteps, keras.optimizers.Optimizer):
+class Optimizer(saving.LoadsWhenBuilt, CountsSteps, keras.optimizers.Optimizer):
     """Base class of the optimizers; not used by itself.
 
     A subclass names its accumulators and provides two ops and the plain rule.
@@ -210,7 +233,6 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         self.nonfinite = nonfinite
         self.seed = int(seed)
         self._states: list[VariableState] = []
-        self._saved_variables: dict | None = None
         # Stands for the variables in TensorFlow's checkpoints.
         self._saved_group = tf.__internal__.tracking.AutoTrackable()
         self.wait_for_steps: Callable[[], None] | None = None
@@ -257,17 +279,14 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         with tf.init_scope():
             self._check_memory(variables)
             self._check_tables(variables)
-            accumulated = self.gradient_accumulation_steps
-            if self._accumulates_on_servers:
-                self.gradient_accumulation_steps = None  # No variables for them here.
-            super().build(variables)
-            self.gradient_accumulation_steps = accumulated
+            # No variables here for what servers accumulate.
+            steps = None if self._accumulates_on_servers else self.gradient_accumulation_steps
+            with instead(self, "gradient_accumulation_steps", steps):
+                super().build(variables)
             self._states = [self._make_state(variable) for variable in variables]
             _warn_of_regularizers(state.variable for state in self._states if state.is_table)
             self._make_step_variable()
-            if self._saved_variables is not None:
-                saved, self._saved_variables = self._saved_variables, None
-                saving.load_variables(self, saved)
+            self._load_kept()
             saving.track_variables(self, self._saved_group)
 
     def _check_tables(self, variables) -> None:
@@ -441,23 +460,11 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         """The state of a variable that the optimizer was built with."""
         return self._states[self._get_variable_index(variable)]
 
-    def save_own_variables(self, store):
-        """Saves the variables, those beside collections' tables row by row."""
-        if self._saved_variables is not None:
-            # What was loaded, and is to be built yet.
-            for name, value in self._saved_variables.items():
-                store[name] = value
-            return
+    def _save(self, store):
         saving.save_variables(self, store)
 
-    def load_own_variables(self, store):
-        """Loads saved variables; keeps them for `build` if that is still to come."""
-        saved = {name: saved_array(store, name) for name in store.keys()}  # noqa: SIM118
-        if self.built:
-            saving.load_variables(self, saved)
-        else:
-            # The store is closed by then.
-            self._saved_variables = {name: value[()] for name, value in saved.items()}
+    def _load(self, saved):
+        saving.load_variables(self, saved)
 
     def _trackable_children(self, save_type="checkpoint", **kwargs):
         children = super()._trackable_children(save_type, **kwargs)
@@ -473,8 +480,9 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
 
     def apply(self, grads, trainable_variables=None):
         push = context.current_push()
+        variables = trainable_variables or self._trainable_variables
         if push is None:
-            if getattr(self._distribution_strategy, "pushes_gradients", False):
+            if self._accumulates_on_servers:
                 raise ValueError(
                     f"optimizer {self.name} was made in a strategy's scope(), so its gradients can "
                     "only be applied by a worker's step: use fit, of a model that was made in the "
@@ -482,37 +490,26 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
                 )
             if not self._scope_is_checked:
                 self._scope_is_checked = True
-                _warn_of_forgotten_scope(
-                    self.name, trainable_variables or self._trainable_variables
-                )
-            variables = trainable_variables or self._trainable_variables
-            with self._unscaled(grads, variables) as unscaled:
-                super().apply(unscaled, trainable_variables)
-            return
-        if push.is_dry:
-            return
-        if self._clips:
-            variables = trainable_variables or self._trainable_variables
-            grads = push.for_clipping(grads, variables)
-        super().apply(grads, trainable_variables)
+                _warn_of_forgotten_scope(self.name, variables)
+            grads = self._unscaled(grads, variables)
+            with instead(self, "loss_scale_factor", None):  # Or Keras would divide them again.
+                super().apply(grads, trainable_variables)
+        elif not push.is_dry:
+            if self._clips:
+                grads = push.for_clipping(grads, variables)
+            super().apply(grads, trainable_variables)
 
-    @contextlib.contextmanager
     def _unscaled(self, grads, variables):
-        """Gives gradients that are divided by `loss_scale_factor`; Keras can't divide a table's."""
+        """The gradients divided by `loss_scale_factor`; Keras can't divide a table's."""
         scale = self.loss_scale_factor
         if scale is None:
-            yield grads
-            return
-        self.loss_scale_factor = None  # Or Keras would divide them again.
-        try:
-            yield [
-                g
-                if g is None or self._overwrite_variable_with_gradient(v)
-                else keras.ops.divide(g, scale)
-                for g, v in zip(grads, variables, strict=True)
-            ]
-        finally:
-            self.loss_scale_factor = scale
+            return grads
+        return [
+            g
+            if g is None or self._overwrite_variable_with_gradient(v)
+            else keras.ops.divide(g, scale)
+            for g, v in zip(grads, variables, strict=True)
+        ]
 
     @property
     def iterations(self):
@@ -579,7 +576,8 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
             # Keras's own would make the gradients of tables dense.
             return tf.clip_by_global_norm(grads, self.global_clipnorm)[0]
         dtype = tf.float64 if tf.float64 in dtypes else tf.float32
-        norm = tf.linalg.global_norm([_at(g, _map_values, g, _to(dtype)) for g in grads])
+        wide = [_at(g, _map_values, g, lambda v: tf.cast(v, dtype)) for g in grads]
+        norm = tf.linalg.global_norm(wide)
         scale = tf.minimum(self.global_clipnorm / norm, 1)
         scale += norm - norm  # As above: one that is not finite leaves no gradient so.
         return [_at(g, _map_values, g, lambda v: v * tf.cast(scale, v.dtype)) for g in grads]
@@ -739,14 +737,15 @@ class Optimizer(CountsSteps, keras.optimizers.Optimizer):
         # What a policy needs to be told is left out where it is not used.
         last_updates = [v for s in states for v in s.last_updates if policy.uses_last_update]
         steps = {"last_steps": handles([v for s in states for v in s.last_steps])}
+        variables, versions = read_handles(states)
         return {
             **(steps if self.keeps_steps else {}),
-            "variables": handles([s.variable for s in states]),
+            "variables": variables,
             "accumulators": [
                 handles([s.accumulators[i] for s in states])
                 for i in range(len(self.accumulator_names))
             ],
-            "versions": handles([s.versions for s in states]),
+            "versions": versions,
             "counters": handles([s.counters for s in states]),
             "last_periods": handles([v for s in states for v in s.last_periods]),
             "last_updates": handles(last_updates),
@@ -853,10 +852,6 @@ def _map_values(gradient, function):
         values = function(gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return function(gradient)
-
-
-def _to(dtype: tf.DType) -> Callable[[tf.Tensor], tf.Tensor]:
-    return lambda values: tf.cast(values, dtype)
 
 
 def _is_finite(gradient) -> tf.Tensor:

@@ -72,31 +72,25 @@ class StepState:
     @classmethod
     def from_array(cls, array: np.ndarray) -> StepState:
         """What `array` gave."""
-        values = [int(value) for value in array]
+        values = map(int, array)
+        # In the order in which fields have them.
         return cls(
-            examples=values[0],
-            capacity=values[1],
-            period_given=values[2],
-            period=Fraction(values[3], values[4]),
-            swap_offset=values[5],
-            schedule_given=values[6],
-            schedule_scale=Fraction(values[7], values[8]),
-            update_offset=values[9],
+            *(
+                Fraction(next(values), next(values)) if field.type == "Fraction" else next(values)
+                for field in dataclasses.fields(cls)
+            )
         )
 
     @property
     def array(self) -> np.ndarray:
-        """int64 [SIZE], for checkpoints."""
-        period = self.period.limit_denominator(_LARGEST)
-        scale = self.schedule_scale.limit_denominator(_LARGEST)
-        return np.array(
-            [
-                *(self.examples, self.capacity, self.period_given),
-                *(period.numerator, period.denominator, self.swap_offset, self.schedule_given),
-                *(scale.numerator, scale.denominator, self.update_offset),
-            ],
-            np.int64,
-        )
+        """int64 [SIZE], for checkpoints: the fields, fractions as two numbers."""
+        values: list[int] = []
+        for value in (getattr(self, field.name) for field in dataclasses.fields(self)):
+            if isinstance(value, Fraction):
+                values += value.limit_denominator(_LARGEST).as_integer_ratio()
+            else:
+                values.append(value)
+        return np.array(values, np.int64)
 
     @property
     def swap_period(self) -> int:
@@ -172,7 +166,7 @@ class CountsSteps:
 
     @examples_per_step.setter
     def examples_per_step(self, examples: int) -> None:
-        if getattr(self._distribution_strategy, "pushes_gradients", False):
+        if self._accumulates_on_servers:
             raise ValueError(
                 f"examples_per_step can't be set to {examples!r} under this strategy: pass it "
                 "local_batch_size"
@@ -213,8 +207,7 @@ class CountsSteps:
         if after != before:
             self._assign(before, step, after, new_step)
         self._own_state = after
-        local = not getattr(self._distribution_strategy, "pushes_gradients", False)
-        if local and self._traced_for not in (None, self.traced_state):
+        if not self._accumulates_on_servers and self._traced_for not in (None, self.traced_state):
             logging.warning(
                 "SWAP's period, or a step that %s counts from, has changed since the model was "
                 "trained: compile it again before you train on.",
@@ -230,8 +223,7 @@ class CountsSteps:
             raise ValueError(f"step_state must have shape [{StepState.SIZE}], not {saved.shape}")
         self.step_variable.assign(saved)
         self._known_step = None
-        learns = getattr(self._distribution_strategy, "pushes_gradients", False)
-        if self._known_examples() or not learns:
+        if self._known_examples() or not self._accumulates_on_servers:
             self.count_steps_of()
 
     def step_arguments(self, global_step: tf.Tensor) -> dict:

@@ -10,8 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_recsync.embedding.table_rows import PartOfStore, narrowed, saved_array
-from tf_recsync.optimizers.saving import warn_of_no_state
+from tf_recsync.embedding.table_rows import PartOfStore, narrowed
+from tf_recsync.optimizers.saving import LoadsWhenBuilt, warn_of_no_state
 
 _ITERATIONS = "iterations"
 _OF_PART = ":"  # Between the name of a part and that of what it saves.
@@ -45,7 +45,7 @@ class TableOptimizers:
 
 
 @keras.saving.register_keras_serializable(package="tf_recsync")
-class MultiOptimizer(keras.optimizers.MultiOptimizer):
+class MultiOptimizer(LoadsWhenBuilt, keras.optimizers.MultiOptimizer):
     """A `keras.optimizers.MultiOptimizer` that can be loaded where tables are placed otherwise.
 
     Its parts, which are in `optimizers`, are saved one by one under names that do not depend on
@@ -81,7 +81,6 @@ class MultiOptimizer(keras.optimizers.MultiOptimizer):
             )
         super().__init__(optimizer_map, loss_scale_factor=loss_scale_factor, name=name)
         self._part_names: list[str] = []
-        self._saved_parts: dict[str, Any] | None = None
 
     def build(self, var_list):
         if self.built:
@@ -92,10 +91,8 @@ class MultiOptimizer(keras.optimizers.MultiOptimizer):
         self._part_names = [next((n for n in parts if parts[n] is p), "") for p in self.optimizers]
         for name, part in self.parts.items():
             self._track_trackable(part, name)
-        if self._saved_parts is not None:
-            saved, self._saved_parts = self._saved_parts, None
-            with tf.init_scope():
-                self._load(saved)
+        with tf.init_scope():
+            self._load_kept()
 
     @property
     def parts(self) -> dict[str, keras.optimizers.Optimizer]:
@@ -103,25 +100,11 @@ class MultiOptimizer(keras.optimizers.MultiOptimizer):
         pairs = zip(self._part_names, self.optimizers, strict=False)
         return {name: part for name, part in pairs if name}
 
-    def save_own_variables(self, store):
+    def _save(self, store):
         """Saves the parts as well, see `__dir__`."""
-        if self._saved_parts is not None:
-            # What was loaded, and is to be built yet.
-            for name, value in self._saved_parts.items():
-                store[name] = value
-            return
         store[_ITERATIONS] = self._iterations.numpy()
         for name, part in self.parts.items():
             part.save_own_variables(PartOfStore(store, name + _OF_PART))
-
-    def load_own_variables(self, store):
-        """Loads the parts as well; keeps them for `build` if that is still to come."""
-        saved = {name: saved_array(store, name) for name in store.keys()}  # noqa: SIM118
-        if self.built:
-            self._load(saved)
-        else:
-            # The store is closed by then.
-            self._saved_parts = {name: value[()] for name, value in saved.items()}
 
     def __dir__(self):
         # Keras's files have what is found here: parts by their classes, in the order of variables.
@@ -213,32 +196,30 @@ def _named(
     variables: Sequence[keras.Variable],
 ) -> dict[str, keras.optimizers.Optimizer]:
     """The optimizers that train variables, by names that do not depend on the placement."""
-    firsts: dict[int, tuple[int, str]] = {}  # The first table that each of them trains.
-    used: dict[int, keras.optimizers.Optimizer] = {}
+    # The first table that each of them trains.
+    firsts: dict[keras.optimizers.Optimizer, tuple[int, str]] = {}
+    used = list(dict.fromkeys(map(optimizer_map, variables)))
     collections = list(dict.fromkeys(getattr(v, "collection", None) for v in variables))
     for variable in variables:
         part = optimizer_map(variable)
-        used[id(part)] = part
         physical = getattr(variable, "physical_table", None)
         for piece in () if physical is None else physical.pieces:
             # The layers' order is the model's; that of a layer's variables the placement's.
             table = collections.index(variable.collection), piece.table
-            firsts[id(part)] = min(table, firsts.get(id(part), table))
+            firsts[part] = min(table, firsts.get(part, table))
     default = optimizer_map.default_optimizer
-    named = {"default": default} if id(default) in used else {}
+    named = {"default": default} if default in used else {}
+    others = [one for one in used if one is not default]
     if isinstance(optimizer_map, TableOptimizers):
-        others = sorted(used.keys() - {id(default)}, key=firsts.__getitem__)
+        others.sort(key=firsts.__getitem__)
         names = {one: f"table_{urllib.parse.quote(firsts[one][1], safe='')}" for one in others}
     else:
-        names = {
-            id(part): f"part_{i}" for i, part in reversed([*enumerate(optimizer_map.values())])
-        }
-        others = [one for one in used if one != id(default)]
+        names = {part: f"part_{i}" for i, part in reversed([*enumerate(optimizer_map.values())])}
     for one in others:
         name, number = names[one], 2
         while name in named:  # Two layers may have tables of one name.
             name, number = f"{names[one]}_{number}", number + 1
-        named[name] = used[one]
+        named[name] = one
     return named
 
 

@@ -146,18 +146,11 @@ def plain_update(
     updates = tf.reduce_sum(tf.cast(touched, tf.int64))
     # count, sum, sum of squares, bucket 1, skipped; the maximum is 1.
     counters = state.counters.value
-    added = tf.concat(
-        [
-            tf.fill([3], updates),
-            [tf.cast(0, tf.int64)],
-            [tf.cast(0, tf.int64), updates],
-            tf.zeros([staleness_lib.SKIPPED - 6], tf.int64),
-            [skipped],
-            tf.zeros([staleness_lib.COUNTERS - staleness_lib.SKIPPED - 1], tf.int64),
-        ],
-        0,
+    places = [0, 1, 2, 5, staleness_lib.SKIPPED, staleness_lib.MAXIMUM]
+    *counted, of_skipped, largest = tf.unstack(
+        tf.one_hot(places, staleness_lib.COUNTERS, dtype=tf.int64)
     )
-    largest = tf.one_hot(staleness_lib.MAXIMUM, staleness_lib.COUNTERS, dtype=tf.int64)
+    added = updates * tf.add_n(counted) + skipped * of_skipped
     counters.assign(tf.maximum(counters + added, largest * tf.minimum(updates, 1)))
 
 

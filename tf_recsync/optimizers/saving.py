@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -22,10 +22,10 @@ from tf_recsync.cluster import fetch
 from tf_recsync.embedding.checkpoint import SavedCounters, SavedIntegers, SavedRows
 from tf_recsync.embedding.config import name_in_files
 from tf_recsync.embedding.physical_tables import shards_of
-from tf_recsync.embedding.table_rows import TableRows, narrowed
+from tf_recsync.embedding.table_rows import TableRows, narrowed, saved_array
 from tf_recsync.shown_variable import shown
 
-_COUNTERS = "staleness"
+COUNTERS = "staleness"
 _STEPS = "step_state"
 _SIGNATURE = "signature"
 _KEPT = "kept"
@@ -35,6 +35,39 @@ _RATE = 1
 _ACCUMULATED = "accumulated_"
 
 
+class LoadsWhenBuilt:
+    """Keeps what is loaded before there are variables; mixed into optimizers.
+
+    An optimizer has `_save(store)` and `_load(saved)`, and `build` calls `_load_kept` at its end.
+    """
+
+    _saved_variables: dict[str, Any] | None = None
+
+    def save_own_variables(self, store):
+        """Saves the variables, those beside collections' tables row by row."""
+        if self._saved_variables is None:
+            self._save(store)
+            return
+        # What was loaded, and is to be built yet.
+        for name, value in self._saved_variables.items():
+            store[name] = value
+
+    def load_own_variables(self, store):
+        """Loads saved variables; keeps them for `build` if that is still to come."""
+        saved = {name: saved_array(store, name) for name in store.keys()}  # noqa: SIM118
+        if self.built:
+            self._load(saved)
+        else:
+            # The store is closed by then.
+            self._saved_variables = {name: value[()] for name, value in saved.items()}
+
+    def _load_kept(self) -> None:
+        """Loads what was kept."""
+        if self._saved_variables is not None:
+            saved, self._saved_variables = self._saved_variables, None
+            self._load(saved)
+
+
 def save_variables(optimizer: Any, store: Any) -> None:
     """Writes an optimizer's variables into a Keras store.
 
@@ -42,11 +75,10 @@ def save_variables(optimizer: Any, store: Any) -> None:
         optimizer: a built optimizer of this package.
         store: what `save_own_variables` gets.
     """
-    collections = _collections(optimizer)
     if optimizer.built:
         store[_SIGNATURE] = np.frombuffer(json.dumps(signature(optimizer)).encode(), np.uint8)
         store[_STEPS] = optimizer.step_state.array
-    for i, variable in enumerate(_others(optimizer, collections)):
+    for i, variable in enumerate(_others(optimizer)):
         value = fetch(variable._value.read_value())
         if variable is optimizer._iterations:
             value, waiting = np.divmod(value, optimizer.batches_counted)
@@ -55,14 +87,12 @@ def save_variables(optimizer: Any, store: Any) -> None:
         store[f"{_ACCUMULATED}{i}"] = fetch(variable._value.read_value())
     if _accumulated(optimizer):
         store[f"{_ACCUMULATED}batches"] = waiting
-    for name, states in collections.items():
-        for slot, variables in _slots(states).items():
-            if slot == _COUNTERS:
-                values = fetch([v._value.read_value() for v in variables])
-                store[_key(name, slot)] = staleness.sum_counters(values)
-                continue
-            for table, rows in _rows(states, variables).items():
-                rows.save(store, _key(name, slot, table))
+    for name, slot, variables, tables in _beside_tables(optimizer):
+        if slot == COUNTERS:
+            values = fetch([v._value.read_value() for v in variables])
+            store[_key(name, slot)] = staleness.sum_counters(values)
+        for table, shards in tables.items():
+            TableRows(shards).save(store, _key(name, slot, table))
 
 
 def load_variables(optimizer: Any, saved: Mapping[str, Any]) -> None:
@@ -84,47 +114,41 @@ def load_variables(optimizer: Any, saved: Mapping[str, Any]) -> None:
     if kept is None and saved.keys() <= {"0", "1"}:
         warn_of_no_state(optimizer)
         return
-    collections = _collections(optimizer)
     waiting = {key: saved.pop(key) for key in [*saved] if key.startswith(_ACCUMULATED)}
     if kept is not None:
         renamed = check_signature(optimizer, json.loads(bytes(kept).decode()))
         keys = {_key(old, ""): _key(new, "") for old, new in renamed.items()}
         saved = {_with_prefix(key, keys): value for key, value in saved.items()}
-    others = _others(optimizer, collections)
+    others = _others(optimizer)
     saved = _with_own_rate(optimizer, len(others), saved)
-    values: list[tuple[keras.Variable, np.ndarray]] = []
-    tables: dict[str, TableRows] = {}  # By their keys.
-    expected = {str(i) for i in range(len(others))}
-    values += [(v, _whole(saved.get(str(i)))) for i, v in enumerate(others)]
-    for name, states in collections.items():
-        for slot, variables in _slots(states).items():
-            if slot == _COUNTERS:
-                expected.add(_key(name, slot))
-                counters = _whole(saved.get(_key(name, slot)))
-                # The sum is what counts; the first variable keeps it (`counters_of_collections`).
-                values += [
-                    (v, counters if i == 0 or counters is None else np.zeros_like(counters))
-                    for i, v in enumerate(variables)
-                ]
-                continue
-            own = _rows(states, variables)
-            tables |= {_key(name, slot, table): rows for table, rows in own.items()}
-    expected |= tables.keys()
-    wrong = sorted(expected.symmetric_difference(saved))
-    wrong += [v.path for v, value in values if value is not None and value.shape != v.shape]
-    wrong += [key for key, rows in tables.items() if not _fits(rows, saved.get(key))]
+    # By their keys, like tables; of a collection's counters the sum is saved.
+    variables = {str(i): [variable] for i, variable in enumerate(others)}
+    tables: dict[str, TableRows] = {}
+    for name, slot, own, shards in _beside_tables(optimizer):
+        if slot == COUNTERS:
+            variables[_key(name, slot)] = own
+        tables |= {_key(name, slot, table): TableRows(rows) for table, rows in shards.items()}
+    expected = variables.keys() | tables.keys()
+    wrong = sorted(expected ^ saved.keys())
+    values = {key: _whole(saved[key]) for key in variables if key in saved}
+    wrong += [v.path for key in values for v in variables[key] if values[key].shape != v.shape]
+    shapes = {key: tuple(saved[key].shape) for key in tables if key in saved}
+    wrong += [key for key, shape in shapes.items() if shape != tables[key].shape]
     if wrong:
         raise ValueError(
             f"the saved {optimizer.name} has {len(saved)} variables, this one {len(expected)}: it "
             "was saved for another model, or with another swap or staleness policy (they differ in "
             f"{', '.join(wrong[:5])})"
         )
-    for variable, value in values:
-        if variable is optimizer._iterations:
+    for key, value in values.items():
+        first, *more = variables[key]
+        if first is optimizer._iterations:
             value = value * optimizer.batches_counted
-        elif variable is optimizer._learning_rate:
+        elif first is optimizer._learning_rate:
             _tell_of_rate(optimizer, value)
-        variable.assign(narrowed(value, variable.dtype))
+        first.assign(narrowed(value, first.dtype))
+        for other in more:  # The first keeps the sum (`counters_of_collections`).
+            other.assign(np.zeros_like(value))
     for key, rows in tables.items():
         rows.load(saved[key])
     accumulated = _accumulated(optimizer)
@@ -189,16 +213,6 @@ def _tell_of_rate(optimizer: Any, saved: np.ndarray) -> None:
             float(saved),
             own,
         )
-
-
-def _rows(states: list, variables: list[keras.Variable]) -> dict[str, TableRows]:
-    """What is kept beside the rows of each table of a collection, by the table's name."""
-    tables = [state.variable.physical_table for state in states]
-    return {name: TableRows(own) for name, own in shards_of(tables, variables).items()}
-
-
-def _fits(rows: TableRows, saved: Any) -> bool:
-    return saved is None or tuple(saved.shape) == rows.shape
 
 
 def _whole(saved: Any) -> np.ndarray | None:
@@ -267,12 +281,12 @@ def _kept(optimizer: Any) -> list[str]:
     """What an optimizer keeps of each variable, by name."""
     kept = [*optimizer.accumulator_names]
     if optimizer.states:
-        kept += [slot for slot in _slots(list(optimizer.states[:1])) if "accumulator_" not in slot]
+        kept += [slot for slot in optimizer.states[0].slots if "accumulator_" not in slot]
     return kept
 
 
 def _kept_of(optimizer: Any, state: Any) -> list[str]:
-    """The same of one variable, in the order of `_slots`."""
+    """The same of one variable, in the order of its slots."""
     names = optimizer.accumulator_names
     # Others, or TensorFlow would restore accumulators of elements to them, before it is refused.
     own = [f"row_{name}" for name in names] if state.rowwise else [*names]
@@ -343,7 +357,6 @@ def track_variables(optimizer: Any, group: tf.__internal__.tracking.Trackable) -
         group: what stands for the variables in checkpoints; it restores each of them at once if
             its checkpoint was read before.
     """
-    collections = _collections(optimizer)
     group._track_trackable(_SavedKept(optimizer), _KEPT)
     # Converted at the next fit, if another strategy saved it.
     group._track_trackable(optimizer.step_variable, _STEPS)
@@ -351,10 +364,7 @@ def track_variables(optimizer: Any, group: tf.__internal__.tracking.Trackable) -
     slots = {
         id(variable): f"{slot}_{number}"
         for number, state in enumerate(filter(_is_saved_whole, optimizer.states))
-        for slot, variables in zip(
-            _kept_of(optimizer, state), _slots([state]).values(), strict=True
-        )
-        for variable in variables
+        for slot, variable in zip(_kept_of(optimizer, state), state.slots.values(), strict=True)
     }
     counted = {
         id(variable)
@@ -362,7 +372,7 @@ def track_variables(optimizer: Any, group: tf.__internal__.tracking.Trackable) -
         if state.is_table
         for variable in (*state.last_periods, *state.last_steps)
     }
-    for i, variable in enumerate(_others(optimizer, collections)):
+    for i, variable in enumerate(_others(optimizer)):
         saved = SavedIntegers(variable) if id(variable) in counted else variable
         group._track_trackable(saved, slots.get(id(variable), f"variable_{i}"))
     for i, variable in enumerate(_accumulated(optimizer)):
@@ -371,20 +381,16 @@ def track_variables(optimizer: Any, group: tf.__internal__.tracking.Trackable) -
     dense = [s.variable for s in optimizer.states if _is_saved_whole(s)]
     for i, variable in enumerate(dense):
         group._track_trackable(variable, f"trained_{i}")
-    for number, states in enumerate(collections.values()):
-        tables = [state.variable.physical_table for state in states]
-        for slot, variables in _slots(states).items():
-            name = f"collection_{number}_{slot}"
-            if slot == _COUNTERS:
-                counters = SavedCounters(variables, staleness.MAXIMUM)
-                group._track_trackable(counters, name)
-                continue
-            for table, shards in shards_of(tables, variables).items():
-                label = f"the {slot} of table {table!r}"
-                # Integers as older versions wrote them.
-                dtype = variables[0].dtype.replace("int32", "int64")
-                rows = SavedRows(label, shards, dtype)
-                group._track_trackable(rows, f"{name}_{table}")
+    numbers = {collection: number for number, collection in enumerate(_collections(optimizer))}
+    for collection, slot, variables, tables in _beside_tables(optimizer):
+        name = f"collection_{numbers[collection]}_{slot}"
+        if slot == COUNTERS:
+            group._track_trackable(SavedCounters(variables, staleness.MAXIMUM), name)
+        for table, shards in tables.items():
+            label = f"the {slot} of table {table!r}"
+            # Integers as older versions wrote them.
+            dtype = variables[0].dtype.replace("int32", "int64")
+            group._track_trackable(SavedRows(label, shards, dtype), f"{name}_{table}")
 
 
 class _SavedKept(tf.__internal__.tracking.Trackable):
@@ -444,21 +450,32 @@ def counters_of_collections(optimizer: Any) -> list[list[keras.Variable]]:
 
     When it is loaded, the first one gets it, and the others are 0.
     """
-    return [_slots(states)[_COUNTERS] for states in _collections(optimizer).values()]
+    return [[state.counters for state in states] for states in _collections(optimizer).values()]
 
 
-def _others(optimizer: Any, collections: dict[str, list]) -> list[keras.Variable]:
+def _beside_tables(
+    optimizer: Any,
+) -> Iterator[tuple[str, str, list[keras.Variable], dict[str, list]]]:
+    """What is kept beside the tables of collections.
+
+    Each with the layer's path, what it is, its variables, one for each physical table, and where
+    in these each table has its rows, by the tables' names; none for counters.
+    """
+    for collection, states in _collections(optimizer).items():
+        tables = [state.variable.physical_table for state in states]
+        for slot in states[0].slots:
+            variables = [state.slots[slot] for state in states]
+            shards = {} if slot == COUNTERS else shards_of(tables, variables)
+            yield collection, slot, variables, shards
+
+
+def _others(optimizer: Any) -> list[keras.Variable]:
     """The variables that are not of a collection."""
-    own = {
-        id(variable)
-        for states in collections.values()
-        for variables in _slots(states).values()
-        for variable in variables
-    }
-    own.add(id(optimizer.step_variable))
-    own.update(map(id, _accumulated(optimizer)))
+    beside = [v for _, _, variables, _ in _beside_tables(optimizer) for v in variables]
     # Rows are saved as they are decayed by then.
-    own.update(id(variable) for state in optimizer.states for variable in state.log_decays)
+    decays = [variable for state in optimizer.states for variable in state.log_decays]
+    apart = [*beside, *decays, optimizer.step_variable, *_accumulated(optimizer)]
+    own = {id(variable) for variable in apart}
     return [variable for variable in optimizer.variables if id(variable) not in own]
 
 
@@ -466,24 +483,6 @@ def _accumulated(optimizer: Any) -> list[keras.Variable]:
     """Keras's sums of gradients, where this process adds up those of several steps."""
     found = getattr(optimizer, "_accumulated_gradients", None)
     return [variable for variable in found or [] if variable is not None]
-
-
-def _slots(states: list) -> dict[str, list[keras.Variable]]:
-    """The variables beside the tables of a collection, by what they are."""
-    kind = "row_accumulator" if states[0].rowwise else "accumulator"
-    slots = {
-        f"{kind}_{i}": [s.accumulators[i] for s in states]
-        for i in range(len(states[0].accumulators))
-    }
-    slots["version"] = [s.versions for s in states]
-    if states[0].last_periods:
-        slots["last_period"] = [s.last_periods[0] for s in states]
-    if states[0].last_updates:
-        slots["last_update"] = [s.last_updates[0] for s in states]
-    if states[0].last_steps:
-        slots["last_step"] = [s.last_steps[0] for s in states]
-    slots[_COUNTERS] = [s.counters for s in states]
-    return slots
 
 
 def _key(*parts: str) -> str:

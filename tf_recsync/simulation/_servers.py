@@ -198,20 +198,19 @@ def _aggregation(
     before: dict[str, Any], after: dict[str, Any], left_over: int
 ) -> aggregation.Report:
     """What became of pushes since an earlier state."""
-    states = []
+    states, latest = [], ("step", "applied", "pending", "age_max")
     for early, late in zip(before["buffers"], after["buffers"], strict=True):
         counts = {
-            name: value if name in ("step", "applied", "pending") else value - early[name]
+            name: value if name in latest else value - early[name]
             for name, value in late.items()
-            if name not in ("staleness", "age_sum", "age_max")
+            if name != "staleness"
         }
         of = staleness.Statistics.from_counters
         measured = of([late["staleness"]]).since(of([early["staleness"]]))
-        states.append(
-            State.of(counts, late["age_sum"] - early["age_sum"], late["age_max"], measured)
-        )
+        states.append(State(**counts, staleness=measured))
     step = max((state.step for state in states), default=0)
-    return aggregation.Report.of(states, global_step=step, left_over=left_over)
+    nothing = dict.fromkeys(("abandoned", "lost", "reissued"), 0)
+    return aggregation.Report.of(states, global_step=step, left_over=left_over, **nothing)
 
 
 def _utilization(before: dict[str, Any], after: dict[str, Any], threads: int) -> Utilization:

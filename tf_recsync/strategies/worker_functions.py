@@ -23,7 +23,8 @@ from tf_recsync.synchronization import links
 from tf_recsync.synchronization.at_once import AT_ONCE, AtOnce
 from tf_recsync.synchronization.batches import tensors_of
 from tf_recsync.synchronization.lookups import Lookups, find_lookups
-from tf_recsync.synchronization.pull_push import Ahead, Layout, Step
+from tf_recsync.synchronization.pull_plan import PullPlan
+from tf_recsync.synchronization.pull_push import Layout, Step, pull_ahead
 
 # Computes the artificial compute time of a step, a float32 scalar in seconds, from
 # the worker's index, the steps that it has done in the pass (int64 scalars), and a
@@ -311,7 +312,7 @@ def trace_steps(
                     following = BatchAhead(iterator, batch)
                 if following is not None and prefetch_lookups:
                     # Traced before this step's updates, so that it does not wait for them.
-                    following.ahead = Ahead(layout, lookups, following.data)
+                    following.ahead = pull_ahead(layout, lookups, following.data)
                 seconds = None
                 if is_training and compute_time is not None:
                     done = read_steps(count)
@@ -419,7 +420,7 @@ class Batch:
     def __init__(self, given: Any, is_numbered: bool):
         self.is_numbered = is_numbered
         self.number, self.data = given if is_numbered else (None, given)
-        self.ahead: Ahead | None = None
+        self.ahead: dict[str, PullPlan] | None = None
         self.evidence = tensors_of(given)
         self._given = given
 

@@ -18,7 +18,6 @@ from tf_recsync.strategies.pass_iterator import PassIterator
 from tf_recsync.strategies.step_counts import COUNTS
 from tf_recsync.synchronization.remote_values import (
     Answer,
-    Asked,
     PackedReader,
     assign_variables,
     make_variables,
@@ -154,8 +153,9 @@ class WorkerState:
         self._forgotten = self._known
         return self._known
 
-    def asked(self, count: int, device: str) -> Asked:
-        """What is asked of the worker: what it has counted, and the first of its variables.
+    def asked(self, count: int, device: str) -> list[tf.Tensor]:
+        """What `PackedReader.read` asks of the worker: what it has counted, the first of its
+        variables, and its log.
 
         Args:
             count: how many variables.
@@ -163,13 +163,13 @@ class WorkerState:
         """
         handles = [self._counts, *self._variables[:count]]
         if not self._has_numbers:
-            return Asked(handles)
+            return handles
         # Of two threads the latter may tell it a smaller number, which the log takes.
         known = self._known
         if known >= self._tell_again:
             with tf.device(device):
                 self._told, self._tell_again = on_worker(np.int64(known)), known + _FORGET
-        return Asked(handles, self._log, self._told)
+        return [*handles, self._log, self._told]
 
     def first_answer(self, initial: Sequence[np.ndarray]) -> Answer:
         """What the worker answers before its first step.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -76,40 +75,21 @@ class Report:
     staleness: staleness.Statistics
 
     @classmethod
-    def of(
-        cls,
-        states: Sequence[State],
-        *,
-        global_step: int,
-        abandoned: int = 0,
-        left_over: int = 0,
-        lost: int = 0,
-        reissued: int = 0,
-    ) -> Report:
+    def of(cls, states: Sequence[State], **others: int) -> Report:
         """The report of what buffers have counted.
 
         Args:
             states: theirs.
-            global_step: see above, like the others.
-            abandoned: see above.
-            left_over: see above.
-            lost: see above.
-            reissued: see above.
+            **others: the attributes that buffers do not count.
         """
-        counted = sum(state.ages.count for state in states)
+        counted = ("included", "decayed", "excluded", "late", "spent", "age_sum")
+        sums = {name: sum(getattr(state, name) for state in states) for name in counted}
+        age_sum = sums.pop("age_sum")
         return cls(
-            global_step=global_step,
-            included=sum(state.included for state in states),
-            decayed=sum(state.decayed for state in states),
-            excluded=sum(state.excluded for state in states),
-            late=sum(state.late for state in states),
-            spent=sum(state.spent for state in states),
-            abandoned=abandoned,
-            left_over=left_over,
-            lost=lost,
-            reissued=reissued,
-            age_mean=sum(s.ages.mean * s.ages.count for s in states) / max(counted, 1),
-            age_max=max((state.ages.max for state in states), default=0),
+            **sums,
+            **others,
+            age_mean=age_sum / max(sums["included"] + sums["excluded"], 1),
+            age_max=max((state.age_max for state in states), default=0),
             staleness=staleness.Statistics.sum(state.staleness for state in states),
         )
 
@@ -175,11 +155,10 @@ class Aggregation(AtOnce):
         self._known: tuple[list[State], TokenListState] | None = None
         self._parts_before = before.parts
         self._abandoned, self._left_over = before.abandoned, before.left_over
-        self._states = dict(states)
         # A part of a `MultiOptimizer` that trains nothing makes no steps.
-        self._optimizers = tuple(optimizer for optimizer in states if states[optimizer])
+        self._states = {optimizer: own for optimizer, own in states.items() if own}
         # The group's step when all began to go on from it, and each optimizer's own.
-        self._begun = 0, dict.fromkeys(self._optimizers, 0)
+        self._begun = 0, dict.fromkeys(self._states, 0)
         self._variables = variables
         self._home = home
         self._trainers = variables.group.trainers
@@ -189,7 +168,7 @@ class Aggregation(AtOnce):
     def _make(self, made_on: str | None = None) -> None:
         """Makes the token list and the buffers, all on one device, or each on its server."""
         mode, variables = self.mode, self._variables
-        buffers: dict[tuple[str, int], _Buffer] = {}
+        buffers: list[_Buffer] = []
         if mode.uses_buffers:
             for optimizer, of_optimizer in self._states.items():
                 by_device: dict[str, list[base.VariableState]] = {}
@@ -197,7 +176,7 @@ class Aggregation(AtOnce):
                     by_device.setdefault(variables.device(state.variable), []).append(state)
                 for device, states in by_device.items():
                     number = len(buffers)
-                    buffers[device, id(optimizer)] = _Buffer(number, device, states, mode, made_on)
+                    buffers.append(_Buffer(number, optimizer, device, states, mode, made_on))
         tokens = TokenList(
             repeats=mode.repeats,
             gate=mode.gate,
@@ -206,7 +185,7 @@ class Aggregation(AtOnce):
             clock_bound=mode.clock_bound,
             device=made_on or self._home,
         )
-        self._buffers, self._tokens = buffers, tokens  # Not earlier, as others may look at them.
+        self.buffers, self._tokens = buffers, tokens  # Not earlier, as others may look at them.
         # Tickets of tokens that were taken away, which not all servers know of.
         self._revoked: set[int] = set()
         self._withheld: set[int] = set()  # Tokens that were, and that nobody may have yet.
@@ -216,7 +195,7 @@ class Aggregation(AtOnce):
     @property
     def handles(self) -> list[tf.Tensor]:
         """Of all that steps use, in an order that stays when it is made anew."""
-        return [self._tokens.handle, *(b.handle for b in self._buffers.values())]
+        return [self._tokens.handle, *(b.handle for b in self.buffers)]
 
     def ensure(self, copies: object | None) -> None:
         """Makes all that steps use when the group has its copies, and anew if these were made
@@ -258,23 +237,17 @@ class Aggregation(AtOnce):
         return worker - first if first else worker
 
     @property
-    def buffers(self) -> list[tuple[str, base.Optimizer, _Buffer]]:
-        """All buffers, each with its server and its optimizer."""
-        optimizers = {id(optimizer): optimizer for optimizer in self._optimizers}
-        return [(device, optimizers[o], b) for (device, o), b in self._buffers.items()]
-
-    @property
     def devices(self) -> set[str]:
         """The servers that have buffers."""
-        return {device for device, _ in self._buffers}
+        return {buffer.device for buffer in self.buffers}
 
     def buffer(self, device: str, optimizer: base.Optimizer) -> _Buffer | None:
         """The buffer of a server for an optimizer; None where pushes are applied at once."""
-        return self._buffers.get((device, id(optimizer)))
+        return next((b for b in self.buffers_of(device) if b.optimizer is optimizer), None)
 
     def buffers_of(self, device: str) -> list[_Buffer]:
         """All buffers of a server."""
-        return [buffer for (d, _), buffer in self._buffers.items() if d == device]
+        return [buffer for buffer in self.buffers if buffer.device == device]
 
     def report_step(self, buffer: _Buffer, applied: tf.Tensor) -> list[tf.Operation]:
         """Tells the token list how far a server is, if somebody may wait for it."""
@@ -283,67 +256,74 @@ class Aggregation(AtOnce):
         with tf.device(self._home):
             return [self._tokens.report_step(buffer.number, applied)]
 
-    def count_step(
-        self, optimizer: base.Optimizer, buffer: _Buffer, aggregate: Aggregate
-    ) -> list[tf.Operation]:
-        """Counts what a buffer gave out in the optimizer's global step, if it is the one whose
-        applications that counts."""
-        if buffer is not self._counting(optimizer):
-            return []
-        iterations = optimizer._iterations._value
-        with tf.device(self._variables.device(optimizer._iterations)):
-            one = tf.cast(aggregate.ready, iterations.dtype)
-            return [iterations.assign_add(one, read_value=False)]
+    def apply(self, buffer: _Buffer, aggregate: Aggregate, rate: tf.Tensor) -> list[tf.Operation]:
+        """Applies what a buffer gave out, if it did, and has it counted.
 
-    def _counting(self, optimizer: base.Optimizer) -> _Buffer:
-        """The buffer whose applications count in the optimizer's global step."""
-        owner = self._variables.device(optimizer._iterations)
-        mine = [b for (_, o), b in self._buffers.items() if o == id(optimizer)]
-        return next((b for b in mine if b.device == owner), mine[0])
+        Args:
+            buffer: the buffer.
+            aggregate: what it gave out.
+            rate: the learning rate, a float32 scalar.
+
+        Returns:
+            The operations.
+        """
+        # Before others may start on the next step, which may read it.
+        counted = self._count_step(buffer, aggregate)
+        applied = buffer.apply(aggregate, rate, counted)
+        return [*self.report_step(buffer, applied), applied.op]
+
+    def _count_step(self, buffer: _Buffer, aggregate: Aggregate) -> list[tf.Operation]:
+        """Counts what a buffer gave out in its optimizer's global step, if it is the one whose
+        applications that counts."""
+        iterations = buffer.optimizer._iterations
+        owner = self._variables.device(iterations)
+        mine = [b for b in self.buffers if b.optimizer is buffer.optimizer]
+        if buffer is not next((b for b in mine if b.device == owner), mine[0]):
+            return []
+        with tf.device(owner):
+            one = tf.cast(aggregate.ready, iterations._value.dtype)
+            return [iterations._value.assign_add(one, read_value=False)]
 
     # In the coordinator.
 
     def begin(self) -> None:
         """Has tokens and buffers go on at the global step of the optimizer that is ahead; nobody
         may be in a step."""
-        if self.mode.uses_buffers:
-            steps = self._own_steps()
-            step = max(steps.values(), default=0)
-            self._begun = step, steps
-            pending = self._pending()
-            if pending:
-                # They may be of other parameters than those of now.
-                logging.warning(
-                    "%d pushes are dropped: of a pass that ended with an exception, or from before "
-                    "a global step was loaded.",
-                    pending,
-                )
-                self._abandoned += pending
-            for buffer in self._buffers.values():
-                buffer.restore(step)
-            self._tokens.seek(step)
-            self._withheld.clear()
-        else:
-            # Without buffers there is no step to refer to, and clocks begin anew.
-            self._tokens.seek(0)
+        # Without buffers there is no step to refer to, and clocks begin anew.
+        steps = self._own_steps() if self.mode.uses_buffers else {}
+        step = max(steps.values(), default=0)
+        self._begun = step, steps
+        pending = self._pending()
+        if pending:
+            # They may be of other parameters than those of now.
+            logging.warning(
+                "%d pushes are dropped: of a pass that ended with an exception, or from before "
+                "a global step was loaded.",
+                pending,
+            )
+            self._abandoned += pending
+        for buffer in self.buffers:
+            buffer.restore(step)
+        self._tokens.seek(step)
+        self._withheld.clear()
 
     def flush(self) -> None:
         """Applies or drops what the buffers still hold, and has all go on with as many steps done.
 
         Nobody may be in a step.
         """
-        if not self._buffers:
+        if not self.buffers:
             return
         pending = self._pending()
         if pending and self.mode.last_global_batch == "weigh":
             self._on_servers("flush", self._trace_flush)()
         elif pending:
             self._left_over += pending
-            for buffer in self._buffers.values():
+            for buffer in self.buffers:
                 buffer.restore(buffer.state().step)
         begun, steps = self._begun
         done = max(state.step for state in self._ask()) - begun
-        for optimizer in self._optimizers:
+        for optimizer in self._states:
             own = self._own_step(optimizer)
             # Not by `assign`, which tells those who train it of what users assign.
             step = tf.constant(steps[optimizer] + done, own.dtype)
@@ -352,8 +332,8 @@ class Aggregation(AtOnce):
 
     def _own_steps(self) -> dict[base.Optimizer, int]:
         """The group's global step of each optimizer at the moment."""
-        found = fetch([self._own_step(one).read_value() for one in self._optimizers])
-        return dict(zip(self._optimizers, map(int, found), strict=True))
+        found = fetch([self._own_step(one).read_value() for one in self._states])
+        return dict(zip(self._states, map(int, found), strict=True))
 
     def _own_step(self, optimizer: base.Optimizer) -> tf.Variable:
         """The group's global step of an optimizer."""
@@ -361,13 +341,13 @@ class Aggregation(AtOnce):
 
     def _pending(self) -> int:
         """The pushes that the buffers hold."""
-        return sum(buffer.state().pending for buffer in self._buffers.values())
+        return sum(buffer.state().pending for buffer in self.buffers)
 
     def _on_servers(self, name: str, trace: Callable, *specs: tf.TensorSpec) -> Callable:
         """What this process has servers do, as a function of tensors of `specs`."""
         # Whoever asks may be in the scope of a device that is gone.
         with tf.device(None):
-            key = repr([o.traced_state for o in self._optimizers if o.built])
+            key = repr([o.traced_state for o in self._states if o.built])
             if name not in self._traced or self._traced[name][0] != key:
                 function = tf.function(trace, autograph=False)
                 # Others may be about to take in the server that was lost.
@@ -376,31 +356,14 @@ class Aggregation(AtOnce):
         return self._traced[name][1]
 
     def _trace_flush(self) -> None:
-        self._apply_all(GradientBuffer.flush)
+        for buffer in self.buffers:
+            rate = buffer.own_rate()
+            buffer.apply(buffer.flush(), rate)  # `flush` counts the steps itself.
 
     def _trace_spend(self, value: tf.Tensor, indices: tf.Tensor, ticket: tf.Tensor) -> None:
-        for buffer, applied in self._apply_all(lambda b: b.spend(value, indices, ticket), True):
-            self.report_step(buffer, applied)
-
-    def _apply_all(
-        self, give_out: Callable[[_Buffer], Aggregate], counts: bool = False
-    ) -> list[tuple[_Buffer, tf.Tensor]]:
-        """Applies what buffers give out; each, and the step up to which all is applied then.
-
-        Args:
-            give_out: has a buffer do it, on its server.
-            counts: whether it counts in the optimizer's global step.
-        """
-        done = []
-        for device, optimizer, buffer in self.buffers:
-            with tf.device("/CPU:0"):
-                rate = tf.cast(optimizer.learning_rate, tf.float32)
-            with tf.device(device):
-                aggregate = give_out(buffer)
-            counted = self.count_step(optimizer, buffer, aggregate) if counts else []
-            with tf.device(device):
-                done.append((buffer, buffer.apply(optimizer, aggregate, rate, counted)))
-        return done
+        for buffer in self.buffers:
+            rate = buffer.own_rate()
+            self.apply(buffer, buffer.spend(value, indices, ticket), rate)
 
     def lose(self, worker: int) -> None:
         """Takes a worker that is gone out of the token list, so that nobody waits for it.
@@ -409,7 +372,7 @@ class Aggregation(AtOnce):
         wait for them. It takes half a second or more to see which those are.
         """
         held = self._take_away(worker)
-        if not self._buffers or not (held or self._has_taken(worker)):
+        if not self.buffers or not (held or self._has_taken(worker)):
             return
         self._hand_on()  # Others may wait for that.
         time.sleep(_ECHO_SECONDS)
@@ -448,7 +411,7 @@ class Aggregation(AtOnce):
         if not self._withheld:
             return
         tickets = sorted(self._revoked)
-        found = [_revoked(buffer, tickets) for buffer in self._buffers.values()]
+        found = [_revoked(buffer, tickets) for buffer in self.buffers]
         steps = [int(revoked.step) for revoked in found]
         has = [set(revoked.taken.tolist()) for revoked in found]
         reached = min(steps)
@@ -481,7 +444,7 @@ class Aggregation(AtOnce):
 
         All others are applied by workers that are there, however long it takes them.
         """
-        tickets, buffers = sorted(self._revoked), list(self._buffers.values())
+        tickets, buffers = sorted(self._revoked), self.buffers
         if not tickets or not buffers:
             return
         deadline = time.monotonic() + _APPLY_SECONDS
@@ -543,7 +506,7 @@ class Aggregation(AtOnce):
 
     def _ask(self) -> list[State]:
         """What the buffers have counted; from now on it is known."""
-        states = [buffer.state() for buffer in self._buffers.values()]
+        states = [buffer.state() for buffer in self.buffers]
         self._known = states, self._tokens.state()
         return states
 
@@ -556,9 +519,7 @@ class Aggregation(AtOnce):
 
 def _revoked(buffer: _Buffer, tickets: Sequence[int]) -> Revoked:
     """Drops pushes with these tickets that come from now on; see `GradientBuffer.revoke`."""
-    # As above: whoever asks may be in the scope of a device that is gone.
-    with tf.device(buffer.device):
-        return fetch(buffer.revoke(np.array(tickets, np.int64)))
+    return fetch(buffer.revoke(np.array(tickets, np.int64)))
 
 
 def _only_if(condition: tf.Tensor, make: Callable[[], tf.Operation]) -> tf.Operation:
@@ -577,7 +538,7 @@ def _of_some(
     """What a buffer gave out of some of its tables."""
     rows = aggregate.rows
     of_rows = tf.repeat(which, rows.counts)
-    elements = [math.prod(table.variable.shape[1:]) for table in tables]
+    elements = [table.width for table in tables]
     of_values = tf.repeat(which, rows.counts * tf.constant(elements, tf.int64))
     versions = aggregate.row_versions  # Of all rows, or none.
     return aggregate._replace(
@@ -592,37 +553,39 @@ class _Buffer(GradientBuffer):
 
     Attributes:
         number: its number among those of the model.
+        optimizer: the optimizer.
         device: the server.
         dense: the states of the dense variables, in the order of their gradients.
         tables: the states of the tables.
-        buffer: the buffer itself.
     """
 
     def __init__(
         self,
         number: int,
+        optimizer: base.Optimizer,
         device: str,
         states: Sequence[base.VariableState],
         mode: Mode,
         made_on: str | None,
     ):
         self.number = number
+        self.optimizer = optimizer
         dense = [state for state in states if not state.is_table]
         tables = [state for state in states if state.is_table]
         options = mode.capacity, mode.weight, mode.drop_late
         super().__init__(device, dense, tables, *options, made_on)
 
+    def own_rate(self) -> tf.Tensor:
+        """The learning rate as it is without a push, a float32 scalar."""
+        with tf.device("/CPU:0"):
+            return tf.cast(self.optimizer.learning_rate, tf.float32)
+
     def apply(
-        self,
-        optimizer: base.Optimizer,
-        aggregate: Aggregate,
-        rate: tf.Tensor,
-        counted: Sequence[tf.Operation] = (),
+        self, aggregate: Aggregate, rate: tf.Tensor, counted: Sequence[tf.Operation] = ()
     ) -> tf.Tensor:
-        """Applies what the buffer gave out, if it did.
+        """Applies what the buffer gave out, if it did, on its server.
 
         Args:
-            optimizer: the buffer's.
             aggregate: what it gave out.
             rate: the learning rate, a float32 scalar.
             counted: what else belongs to the step, for those who wait for it.
@@ -630,46 +593,49 @@ class _Buffer(GradientBuffer):
         Returns:
             The step up to which all is applied.
         """
-        operations = [*counted, *self._decay(optimizer, aggregate, rate)]
-        if self.dense:
-            operations.append(
-                optimizer.apply_dense(
-                    self.dense,
-                    aggregate.dense,
-                    aggregate.dense_versions,
-                    rate,
-                    aggregate.step,
-                    weighted=False,
+        with tf.device(self.device):
+            operations = [*counted, *self._decay(aggregate, rate)]
+            if self.dense:
+                operations.append(
+                    self.optimizer.apply_dense(
+                        self.dense,
+                        aggregate.dense,
+                        aggregate.dense_versions,
+                        rate,
+                        aggregate.step,
+                        weighted=False,
+                    )
                 )
-            )
+            operations += self._apply_rows(aggregate, rate)
+            with tf.control_dependencies(operations):
+                return self.applied(aggregate)
+
+    def _apply_rows(self, aggregate: Aggregate, rate: tf.Tensor) -> list[tf.Operation]:
         # What is frozen gets no gradients, but would move by its moments.
         trained = [table.variable.trainable for table in self.tables]
-        if any(trained):
-            tables = list(itertools.compress(self.tables, trained))
-            aggregate = aggregate if all(trained) else _of_some(aggregate, self.tables, trained)
+        if not any(trained):
+            return []
+        tables = list(itertools.compress(self.tables, trained))
+        if not all(trained):
+            aggregate = _of_some(aggregate, self.tables, trained)
 
-            def apply_rows():
-                return optimizer.apply_rows(
-                    tables,
-                    aggregate.values,
-                    aggregate.rows,
-                    aggregate.row_versions,
-                    rate,
-                    aggregate.step,
-                    weighted=False,
-                )
-
-            # Without rows there would be nothing to update, but for rows that move at each step.
-            operations.append(
-                apply_rows() if optimizer.lazy else _only_if(aggregate.ready, apply_rows)
+        def apply_rows():
+            return self.optimizer.apply_rows(
+                tables,
+                aggregate.values,
+                aggregate.rows,
+                aggregate.row_versions,
+                rate,
+                aggregate.step,
+                weighted=False,
             )
-        with tf.control_dependencies(operations):
-            return self.applied(aggregate)
 
-    def _decay(
-        self, optimizer: base.Optimizer, aggregate: Aggregate, rate: tf.Tensor
-    ) -> list[tf.Operation]:
+        # Without rows there would be nothing to update, but for rows that move at each step.
+        return [apply_rows() if self.optimizer.lazy else _only_if(aggregate.ready, apply_rows)]
+
+    def _decay(self, aggregate: Aggregate, rate: tf.Tensor) -> list[tf.Operation]:
         """Decays weights once for each step, before its update, as one process does."""
+        optimizer = self.optimizer
         if optimizer.weight_decay is None:
             return []
         states = [s for s in [*self.dense, *self.tables] if s.variable.trainable]

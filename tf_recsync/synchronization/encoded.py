@@ -7,7 +7,7 @@ CPU Clusters", section 4.2.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -44,7 +44,8 @@ class Encoder:
 
     def __init__(self, compression: Compression | None, batch: Any, name: str):
         self._compression = compression or Compression()
-        self._sizes = _first_dimensions(tensors_of(batch))
+        firsts = {x.shape[0] for x in tensors_of(batch) if x.shape.rank}
+        self._sizes = {size for size in firsts if size and size > 1}  # Of 1 all are multiples.
         self._name = name
         self._edges = 0  # That have feedback.
 
@@ -106,8 +107,3 @@ class Encoder:
             return False
         first = tensor.shape[0]
         return first is None or any(first % size == 0 for size in self._sizes)
-
-
-def _first_dimensions(flat: Iterable[tf.Tensor]) -> set[int]:
-    """Those of the components of a batch that are known; of 1 all are multiples."""
-    return {x.shape[0] for x in flat if x.shape.rank and x.shape[0] and x.shape[0] > 1}

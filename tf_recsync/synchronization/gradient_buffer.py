@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -15,37 +17,6 @@ from tf_recsync.ops import gradient_buffer as buffer_ops
 from tf_recsync.ops.bags import PackedBags
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization.resource_deleter import ResourceDeleter
-
-# What the op puts before its staleness counters, in this order.
-_COUNTS = (
-    "step",
-    "applied",
-    "pending",
-    "included",
-    "decayed",
-    "excluded",
-    "late",
-    "duplicates",
-    "spent",
-    "applications",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ages:
-    """The ages of the tokens that a buffer has counted: its step minus their values.
-
-    Attributes:
-        count: pushes counted.
-        mean: their tokens' mean age; 0.0 before the first push.
-        max: the largest.
-        excluded: pushes of weight 0 among them.
-    """
-
-    count: int
-    mean: float
-    max: int
-    excluded: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +35,11 @@ class State:
         spent: tokens counted without a push, as other servers had taken them of a worker that was
             lost.
         applications: steps given out since it was made.
+        age_sum: of the pushes counted (those included and excluded), the sum of the ages of
+            their tokens: the step minus the token's value.
+        age_max: the largest of these.
         staleness: of the pushes counted: the step minus that of the parameters
             pulled, plus 1.
-        ages: of the tokens of the pushes counted.
     """
 
     step: int
@@ -79,31 +52,13 @@ class State:
     duplicates: int
     spent: int
     applications: int
+    age_sum: int
+    age_max: int
     staleness: staleness.Statistics
-    ages: Ages
 
-    @classmethod
-    def of(
-        cls,
-        counts: Mapping[str, int],
-        age_sum: int,
-        age_max: int,
-        measured: staleness.Statistics,
-    ) -> State:
-        """What the engine's buffer has counted.
 
-        Args:
-            counts: what stands under the same names here.
-            age_sum: of the tokens of the pushes counted, like the next one.
-            age_max: the largest of these.
-            measured: their staleness.
-        """
-        count = counts["included"] + counts["excluded"]
-        return cls(
-            **counts,
-            staleness=measured,
-            ages=Ages(count, age_sum / max(count, 1), age_max, counts["excluded"]),
-        )
+# What the op puts before its staleness counters is in the order of `State`.
+_COUNTS = len(dataclasses.fields(State)) - 1
 
 
 class GradientBuffer:
@@ -142,6 +97,9 @@ class GradientBuffer:
         made_on: the device where it lies, if functions are only to be traced with it, a str;
             None (the default) for `device`.
 
+    Attributes:
+        handle: the handle that the ops take; the buffer lives as long as this object.
+
     Raises:
         ValueError: for a weight that depends on more than the age.
         tf.errors.InvalidArgumentError: for a capacity out of range.
@@ -168,32 +126,24 @@ class GradientBuffer:
         self.device = device
         self.dense = list(dense)
         self.tables = list(tables)
-        self._numbers = {id(state): number for number, state in enumerate(self.tables)}
-        shapes = [tf.TensorShape(state.variable.shape) for state in self.tables]
         made_on = device if made_on is None else made_on
         with context.eager_mode(), tf.device(made_on):
-            self._handle = buffer_ops.gradient_buffer(
+            self.handle = buffer_ops.gradient_buffer(
                 f"recsync_gradient_buffer_{uuid.uuid4().hex}",
                 capacity=capacity,
                 divisor=capacity,
                 weight=weight or staleness.Constant(),
                 drop_late=drop_late,
-                dense_size=sum(tf.TensorShape(s.variable.shape).num_elements() for s in dense),
+                dense_size=sum(math.prod(state.variable.shape) for state in dense),
                 dense_count=len(dense),
-                table_rows=[shape[0] for shape in shapes],
-                table_widths=[shape[1:].num_elements() for shape in shapes],
+                table_rows=[state.variable.shape[0] for state in tables],
+                table_widths=[state.width for state in tables],
             )
-        self._deleter = ResourceDeleter(self._handle, made_on)
-
-    @property
-    def handle(self) -> tf.Tensor:
-        """The handle that the ops take; the buffer lives as long as this object."""
-        return self._handle
+        self._deleter = ResourceDeleter(self.handle, made_on)
 
     def step(self) -> buffer_ops.BufferStep:
         """How far it is; see `tf_recsync.ops.gradient_buffer.gradient_buffer_step`."""
-        with tf.device(self.device):
-            return buffer_ops.gradient_buffer_step(self._handle)
+        return self._call(buffer_ops.gradient_buffer_step)
 
     def push(
         self,
@@ -236,25 +186,22 @@ class GradientBuffer:
             tf.errors.InvalidArgumentError: for an input out of range or of another
                 shape; the buffer is as before then.
         """
-        unknown = [s.variable.path for s in tables if id(s) not in self._numbers]
+        unknown = [state.variable.path for state in tables if state not in self.tables]
         if unknown:
             raise ValueError(f"tables must be tables of the buffer, not {', '.join(unknown)}")
-        with tf.device(self.device):
-            return self._shaped(
-                buffer_ops.push_to_buffer(
-                    self._handle,
-                    token_index,
-                    token_value,
-                    pulled_step,
-                    dense,
-                    dense_versions,
-                    [self._numbers[id(state)] for state in tables],
-                    values,
-                    rows,
-                    row_versions,
-                    ticket,
-                )
-            )
+        return self._aggregate(
+            buffer_ops.push_to_buffer,
+            token_index,
+            token_value,
+            pulled_step,
+            dense,
+            dense_versions,
+            [self.tables.index(state) for state in tables],
+            values,
+            rows,
+            row_versions,
+            ticket,
+        )
 
     def flush(self) -> buffer_ops.Aggregate:
         """Gives out the pushes that are there, though they are fewer than a step has.
@@ -262,8 +209,7 @@ class GradientBuffer:
         Their sum is divided by `capacity`: each weighs as in a step that is full. Without
         pushes nothing is ready, and no step is counted.
         """
-        with tf.device(self.device):
-            return self._shaped(buffer_ops.flush_buffer(self._handle))
+        return self._aggregate(buffer_ops.flush_buffer)
 
     def applied(self, aggregate: buffer_ops.Aggregate) -> tf.Tensor:
         """Notes that what was given out is applied; nothing if it was not ready.
@@ -271,8 +217,7 @@ class GradientBuffer:
         Returns:
             The step up to which all are applied now, an int64 scalar.
         """
-        with tf.device(self.device):
-            return buffer_ops.buffer_applied(self._handle, aggregate.ready, aggregate.step)
+        return self._call(buffer_ops.buffer_applied, aggregate.ready, aggregate.step)
 
     def mark_applied(self, step: int | tf.Tensor) -> tf.Tensor:
         """Notes that a step is applied, or lost; nothing if that is noted already.
@@ -283,8 +228,7 @@ class GradientBuffer:
         Returns:
             The step up to which all are applied now, an int64 scalar.
         """
-        with tf.device(self.device):
-            return buffer_ops.buffer_applied(self._handle, True, step)
+        return self._call(buffer_ops.buffer_applied, True, step)
 
     def spend(
         self,
@@ -309,9 +253,7 @@ class GradientBuffer:
         Raises:
             tf.errors.InvalidArgumentError: if the buffer counts late pushes.
         """
-        with tf.device(self.device):
-            spent = buffer_ops.spend_tokens(self._handle, token_value, token_indices, ticket)
-            return self._shaped(spent)
+        return self._aggregate(buffer_ops.spend_tokens, token_value, token_indices, ticket)
 
     def revoke(self, tickets: Sequence[int] | tf.Tensor) -> buffer_ops.Revoked:
         """Drops pushes with these tickets that come from now on: who took the tokens is gone.
@@ -323,8 +265,7 @@ class GradientBuffer:
             The steps that earlier pushes with them have completed and that are not applied yet,
             and those of their tokens that it has.
         """
-        with tf.device(self.device):
-            return buffer_ops.revoke_tickets(self._handle, tickets)
+        return self._call(buffer_ops.revoke_tickets, tickets)
 
     def restore(self, step: int | tf.Tensor) -> tf.Operation:
         """Sets the step, all of it applied, and drops what is pending.
@@ -333,19 +274,19 @@ class GradientBuffer:
             step: int64 scalar, at least 0: that of the parameters, as after loading
                 a checkpoint. No application may be in progress.
         """
-        with tf.device(self.device):
-            return buffer_ops.restore_buffer(self._handle, step)
+        return self._call(buffer_ops.restore_buffer, step)
 
     def state(self) -> State:
         """What it has counted; eager only."""
-        with tf.device(self.device):
-            counters = fetch(buffer_ops.gradient_buffer_state(self._handle))
-        n = len(_COUNTS)
-        counts = dict(zip(_COUNTS, counters[:n].tolist(), strict=True))
-        age_sum, age_max = counters[n : n + 2].tolist()
-        measured = staleness.Statistics.from_counters([counters[n + 2 :]])
-        return State.of(counts, age_sum, age_max, measured)
+        counters = fetch(self._call(buffer_ops.gradient_buffer_state))
+        measured = staleness.Statistics.from_counters([counters[_COUNTS:]])
+        return State(*counters[:_COUNTS].tolist(), staleness=measured)
 
-    def _shaped(self, aggregate: buffer_ops.Aggregate) -> buffer_ops.Aggregate:
+    def _call(self, op: Callable, *arguments: Any) -> Any:
+        with tf.device(self.device):
+            return op(self.handle, *arguments)
+
+    def _aggregate(self, op: Callable, *arguments: Any) -> buffer_ops.Aggregate:
+        aggregate = self._call(op, *arguments)
         aggregate.rows.counts.set_shape([len(self.tables)])
         return aggregate

@@ -57,7 +57,6 @@ class _DryTable(TableStandIn):
         super().__init__(state)
         self._found = found
         self._index = index
-        self._wholes: list[tf.Tensor] = []
         self.handle = tf.compat.v1.placeholder(tf.float32, [])
 
     @staticmethod
@@ -68,13 +67,8 @@ class _DryTable(TableStandIn):
         return tf.compat.v1.placeholder(tf.float32, [None, *row])
 
     def __tf_tensor__(self, dtype=None, name=None):
-        self._wholes.append(tf.compat.v1.placeholder(dtype or tf.float32, self.shape))
-        return self._wholes[-1]
-
-    @property
-    def is_used_whole(self) -> bool:
-        """Whether anything is computed from the table itself; Keras asks for its shape anyway."""
-        return any(whole.consumers() for whole in self._wholes)
+        self._stand_ins.append(tf.compat.v1.placeholder(dtype or tf.float32, self.shape))
+        return self._stand_ins[-1]
 
 
 class _DryPush:
@@ -108,9 +102,7 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
         def stand_in(variable):
             return variable, tf.compat.v1.placeholder(variable.dtype, variable.shape)
 
-        tables = [
-            (state.variable, _DryTable(state, found, i)) for i, state in enumerate(layout.tables)
-        ]
+        tables = [_DryTable(state, found, i) for i, state in enumerate(layout.tables)]
         scope = PulledScope(
             dense=[stand_in(variable) for variable in layout.dense_variables],
             tables=tables,
@@ -119,7 +111,7 @@ def find_lookups(model: keras.Model, layout, method: str, element_spec: Any) -> 
         )
         with context.pushing(_DryPush()), scope, drawing_from(layout.unseeded):
             getattr(model, method)(data)
-        whole.update(i for i, (_, table) in enumerate(tables) if table.is_used_whole)
+        whole.update(i for i, table in enumerate(tables) if table.is_used_whole)
         return tf.zeros([])
 
     specs = tf.nest.flatten(element_spec, expand_composites=True)

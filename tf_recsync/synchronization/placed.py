@@ -23,6 +23,7 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 from tensorflow.python.eager import record
+from tensorflow.python.util.object_identity import ObjectIdentityDictionary
 
 from tf_recsync import ops
 from tf_recsync._instead import instead
@@ -113,12 +114,12 @@ class Placed:
         self._graph = tf.compat.v1.get_default_graph()
         self._values: dict[int, tf.Tensor] = {}  # What was read, by the variable's id.
         self._versions: dict[int, tf.Tensor] = {}  # int64 [1], likewise.
-        # What lies on a server of what others know as tensors, these by their ids.
-        self._there: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
-        # What was sent to servers, by its id and the device, and what it was encoded as.
-        self._sent: dict[tuple[int, str, Kind], tuple[tf.Tensor, tf.Tensor]] = {}
-        # What travels in place of tensors, by their ids.
-        self._messages: dict[tuple[int, Kind], tuple[tf.Tensor, Message | None]] = {}
+        # What lies on a server of what others know as tensors, by these.
+        self._there = ObjectIdentityDictionary()
+        # What was sent to servers, by it, and then by the device and what it was encoded as.
+        self._sent = ObjectIdentityDictionary()
+        # What travels in place of tensors, or None, by these, and then by what they are.
+        self._messages = ObjectIdentityDictionary()
         self._worker = worker
         self._encoder = Encoder(layers.compression, batch, layers.name)
         self.wholes = [variable.whole for variable in layers.divided_variables]
@@ -152,11 +153,10 @@ class Placed:
             if state is None:
                 value = variable._value.read_value()
             else:
-                own, versions = base.handles([variable]), base.handles([state.versions])
-                packed, self._versions[id(variable)] = ops.pull_dense(own, versions)
+                packed, self._versions[id(variable)] = ops.pull_dense(*base.read_handles([state]))
                 value = as_variable(tf.reshape(packed, variable.shape), variable)
         self._values[id(variable)] = value
-        self._there[id(value)] = value, value
+        self._there[value] = value
         return value
 
     def read_with(self, variable: keras.Variable, tensor: tf.Tensor | tf.SparseTensor) -> tf.Tensor:
@@ -169,7 +169,7 @@ class Placed:
 
     def where(self, tensor: tf.Tensor) -> str:
         """The server where what others know as a tensor was computed."""
-        return self._there[id(tensor)][1].device
+        return self._there[tensor].device
 
     def gradients(
         self, variable: keras.Variable, gradient: tf.Tensor
@@ -255,7 +255,8 @@ class Placed:
             # Another thread may use the model, and a loop or a function of the model's own has a
             # graph for which the step's tape is not.
             is_step = getattr(context.current_push(), "placed", None) is self
-            if self._is_inside or not is_step or _graph() is not self._graph:
+            graph = tf.compat.v1.get_default_graph()
+            if self._is_inside or not is_step or graph is not self._graph:
                 return function(*args, **kwargs)
             with instead(self, "_is_inside", True):
                 return instead_of_it(*args, **kwargs)
@@ -265,10 +266,7 @@ class Placed:
     def _common_device(self, arguments: Any) -> str | None:
         """The server where all tensors of arguments are, if they are on one."""
         tensors = _tensors(tf.nest.flatten(arguments, expand_composites=True))
-        devices = {
-            self._there[id(tensor)][1].device if id(tensor) in self._there else ""
-            for tensor in tensors
-        }
+        devices = {self._there[x].device if x in self._there else "" for x in tensors}
         return devices.pop() or None if len(devices) == 1 else None
 
     def run_on(
@@ -450,19 +448,19 @@ class Placed:
         """
         with record.stop_recording():
             there = self._brought(tensor, device, kind)
-        _, own = self._there.get(id(tensor), (tensor, tensor))
-        if there is not own:  # Else tapes know how it was computed.
+        if there is not self._there.get(tensor, tensor):  # Else tapes know how it was computed.
             _record_same(there, tensor)
         return there
 
     def _brought(self, tensor: tf.Tensor, device: str, kind: Kind = "other") -> tf.Tensor:
         """A tensor on a server; it is sent there once."""
-        _, there = self._there.get(id(tensor), (tensor, None))
+        there = self._there.get(tensor)
         if there is not None and there.device == device:
             return there
         message = self._message(tensor if there is None else there, kind)
-        key = id(tensor), device, "other" if message is None else kind
-        if key not in self._sent:
+        sent = self._sent.setdefault(tensor, {})
+        key = device, "other" if message is None else kind
+        if key not in sent:
             if message is not None:
                 with _on(device):
                     brought = message.restored([links.received(p) for p in message.parts])
@@ -471,8 +469,8 @@ class Placed:
                 source = tf.identity(tensor) if there is None else links.passed(there)
                 with _on(device):
                     brought = links.received(source)
-            self._sent[key] = tensor, brought
-        return self._sent[key][1]
+            sent[key] = brought
+        return sent[key]
 
     def _shown(self, there: tf.Tensor, kind: Kind = "other") -> tf.Tensor:
         """What others get of a tensor on a server; it travels only if somebody uses it."""
@@ -481,7 +479,7 @@ class Placed:
             tensor = links.arrived(links.passed(there))
         else:
             tensor = message.restored([links.arrived(part) for part in message.parts])
-        self._there[id(tensor)] = tensor, there
+        self._there[tensor] = there
         mask = backend.get_keras_mask(there)
         if mask is not None:
             backend.set_keras_mask(tensor, self._shown(mask))
@@ -494,7 +492,8 @@ class Placed:
             tensor: where it was computed.
             kind: what it is.
         """
-        if (id(tensor), kind) not in self._messages:
+        messages = self._messages.setdefault(tensor, {})
+        if kind not in messages:
             net = self._worker
             if self._encoder.has_feedback(kind) and tensor.device in self._servers:
                 net = self._brought(net, tensor.device)
@@ -503,8 +502,8 @@ class Placed:
             if message is not None:  # From a server it passes the link.
                 passed = tuple(map(links.passed, message.parts))
                 message = dataclasses.replace(message, parts=passed)
-            self._messages[id(tensor), kind] = tensor, message
-        return self._messages[id(tensor), kind][1]
+            messages[kind] = message
+        return messages[kind]
 
     # Gradients.
 
@@ -533,14 +532,10 @@ class Placed:
 
     def _lies(self, tensor: tf.Tensor, device: str) -> bool:
         """Whether a tensor lies on a server, or a part of the sum that it is."""
-        if tensor.device == device or id(tensor) in self._there:
-            return self._there.get(id(tensor), (None, tensor))[1].device == device
+        if tensor.device == device or tensor in self._there:
+            return self._there.get(tensor, tensor).device == device
         is_sum = tensor.op.type == "AddN" and not tensor.device
         return is_sum and any(self._lies(t, device) for t in tensor.op.inputs)
-
-
-def _graph() -> tf.Graph:
-    return tf.compat.v1.get_default_graph()
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 from tensorflow.python.eager import record
+from tensorflow.python.util.object_identity import ObjectIdentityDictionary
 
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization.divided import (
@@ -42,9 +43,9 @@ class PlacedPieces:
     def __init__(self, variables: Sequence[DividedVariable], servers: Placed):
         self.variables: Mapping[int, DividedVariable] = {id(v.whole): v for v in variables}
         self._servers = servers
-        # What was put together of pieces, with these, by its id.
-        self._joined: dict[int, tuple[tf.Tensor, list[tf.Tensor]]] = {}
-        self._gradients: dict[int, tuple[tf.Tensor, list[tf.Tensor]]] = {}
+        # Pieces, by what was put together of them: of outputs, and of gradients.
+        self._joined = ObjectIdentityDictionary()
+        self._gradients = ObjectIdentityDictionary()
 
     def whole(self, variable: keras.Variable) -> tf.Tensor:
         """Stands for a divided variable; it is put together only if something uses it itself."""
@@ -95,16 +96,10 @@ class PlacedPieces:
 
         None if they have none.
         """
-        if id(tensor) not in self._joined:
+        if tensor not in self._joined:
             return None
-        _, pieces = self._joined[id(tensor)]
-        devices = [self._servers.where(piece) for piece in pieces]
-        return self._join(
-            [
-                self._servers.run_on(device, function, [piece], [])
-                for device, piece in zip(devices, pieces, strict=True)
-            ]
-        )
+        run, where, pieces = self._servers.run_on, self._servers.where, self._joined[tensor]
+        return self._join([run(where(piece), function, [piece], []) for piece in pieces])
 
     def gradients(
         self, variable: keras.Variable, gradient: tf.Tensor
@@ -118,24 +113,21 @@ class PlacedPieces:
         Returns:
             For each piece its state, its server and the gradient there.
         """
-        divided = self.variables[id(variable)]
-        devices = [self._servers.device(state.variable) for state in divided.states]
-        return [
-            (state, device, self._servers.lying(piece, device))
-            for state, device, piece in zip(
-                divided.states, devices, self._gradient_pieces(divided, gradient), strict=True
-            )
-        ]
+        divided, found = self.variables[id(variable)], []
+        pieces = self._gradient_pieces(divided, gradient)
+        for state, piece in zip(divided.states, pieces, strict=True):
+            device = self._servers.device(state.variable)
+            found.append((state, device, self._servers.lying(piece, device)))
+        return found
 
     def _gradient_pieces(self, divided: DividedVariable, gradient: tf.Tensor) -> list[tf.Tensor]:
-        if id(gradient) in self._gradients:
-            return self._gradients[id(gradient)][1]
-        count = len(divided.states)
+        if gradient in self._gradients:
+            return self._gradients[gradient]
         if gradient.op.type == "AddN" and not gradient.device:
             # The layer was called several times, or something else uses the whole, too.
             terms = [self._gradient_pieces(divided, term) for term in gradient.op.inputs]
             return [tf.add_n(of_piece) for of_piece in zip(*terms, strict=True)]
-        if count == 1:
+        if len(divided.states) == 1:
             return [gradient]
         sizes = [state.variable.shape[divided.axis] for state in divided.states]
         return tf.split(gradient, sizes, divided.axis)
@@ -161,7 +153,7 @@ class PlacedPieces:
             joined = (
                 tf.identity(parts[0]) if divided.axis is None else tf.concat(parts, divided.axis)
             )
-            self._gradients[id(joined)] = joined, parts
+            self._gradients[joined] = parts
             return [joined]
 
         whole = backend.get_stateless_scope().get_current_value(divided.whole)
@@ -181,7 +173,7 @@ class PlacedPieces:
                 )
                 for first, size in zip(firsts, sizes, strict=False)
             ]
-        _, pieces = self._joined.get(id(inputs), (None, []))
+        pieces = self._joined.get(inputs, [])
         if [piece.shape[-1] for piece in pieces] == list(sizes):
             return pieces
         return tf.split(inputs, sizes, -1)
@@ -191,5 +183,5 @@ class PlacedPieces:
         logits = [getattr(piece, LOGITS, None) for piece in pieces]
         if all(own is not None for own in logits):
             setattr(joined, LOGITS, tf.concat(logits, -1))
-        self._joined[id(joined)] = joined, pieces
+        self._joined[joined] = pieces
         return joined

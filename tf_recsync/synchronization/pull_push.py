@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tf_recsync import ops
 from tf_recsync.embedding.keys import has_row
-from tf_recsync.ops.bags import Request
+from tf_recsync.ops.bags import Bags, Request
 from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
 from tf_recsync.placement import flops
@@ -29,8 +29,8 @@ from tf_recsync.synchronization.batches import tensors_of
 from tf_recsync.synchronization.copies import device_for
 from tf_recsync.synchronization.lookups import Lookups
 from tf_recsync.synchronization.placed import NO_LAYERS, Placed, PlacedLayers
-from tf_recsync.synchronization.pull_plan import PullPlan, ServerPull
-from tf_recsync.synchronization.pulled import PulledRequest, PulledScope, PulledTable
+from tf_recsync.synchronization.pull_plan import PullPlan
+from tf_recsync.synchronization.pulled import PulledLookup, PulledRequest, PulledScope, PulledTable
 from tf_recsync.synchronization.push_plan import PushPlan
 from tf_recsync.synchronization.seeds import drawing_from, is_seed
 
@@ -41,7 +41,7 @@ class Layout:
 
     Attributes:
         optimizers: the optimizers of this package that the model trains with.
-        dense: states of dense trainable variables, by the server's device.
+        dense: states of dense trainable variables, pieces in place of those that are divided.
         tables: states of embedding tables.
         shared: non-trainable variables with one copy on a server; a step reads
             them and sends what it added.
@@ -56,7 +56,7 @@ class Layout:
     """
 
     optimizers: tuple[base.Optimizer, ...]
-    dense: dict[str, list[base.VariableState]]
+    dense: list[base.VariableState]
     tables: list[base.VariableState]
     shared: list[keras.Variable]
     private: list[keras.Variable]
@@ -74,9 +74,8 @@ class Layout:
     def dense_variables(self) -> list[keras.Variable]:
         """The model's dense trainable variables, those included of which servers have pieces."""
         divided = self.placed.divided_variables
-        pieces = {id(state) for variable in divided for state in variable.states}
-        dense = [state for states in self.dense.values() for state in states]
-        others = [state.variable for state in dense if id(state) not in pieces]
+        pieces = {state for variable in divided for state in variable.states}
+        others = [state.variable for state in self.dense if state not in pieces]
         return [*(variable.whole for variable in divided), *others]
 
     def states_of(self, optimizer: base.Optimizer) -> list[base.VariableState]:
@@ -115,9 +114,7 @@ class Layout:
         shards = shards or {}
         states = {id(s.variable): s for o in optimizers for s in o.states}
         divided = placed.divided_states
-        dense: dict[str, list[base.VariableState]] = {}
-        tables = []
-        shared = []
+        dense, tables, shared = [], [], []
         private = [*model.metrics_variables, *logged]
         for variable in model.variables:
             state = states.get(id(variable))
@@ -138,8 +135,7 @@ class Layout:
             elif state.is_table:
                 tables.append(state)
             else:
-                for one in divided.get(id(variable), [state]):
-                    dense.setdefault(device_for(one.variable, group, shards), []).append(one)
+                dense += divided.get(id(variable), [state])
         private += [] if unseeded is None else [unseeded.state]
         known = {id(v) for v in private}
         shared = [v for v in shared if id(v) not in known]
@@ -152,22 +148,21 @@ class Layout:
         )
 
 
-class Ahead:
-    """The lookups of a step that are pulled before the step begins, while it is traced.
+def pull_ahead(layout: Layout, lookups: Lookups, batch: Any) -> dict[str, PullPlan]:
+    """Pulls the lookups of a step before the step begins, while it is traced.
 
     Args:
         layout: the model's layout.
         lookups: the lookups of a step.
         batch: the step's batch.
-    """
 
-    def __init__(self, layout: Layout, lookups: Lookups, batch: Any):
-        self.plans = _plan_lookups(layout, lookups, batch)
-        self.pulls: dict[str, ServerPull] = {}
-        self.found: dict[int, PulledRequest] = {}
-        for device, plan in self.plans.items():
-            self.pulls[device] = ServerPull()
-            plan.pull_rows(device, self.pulls[device], self.found)
+    Returns:
+        What was pulled, by the server's device.
+    """
+    plans = _plan_lookups(layout, lookups, batch)
+    for device, plan in plans.items():
+        plan.pull_rows(device)
+    return plans
 
 
 def _plan_lookups(layout: Layout, lookups: Lookups, batch: Any) -> dict[str, PullPlan]:
@@ -175,9 +170,7 @@ def _plan_lookups(layout: Layout, lookups: Lookups, batch: Any) -> dict[str, Pul
     plans: dict[str, PullPlan] = collections.defaultdict(
         functools.partial(PullPlan, lookups.inserts)
     )
-    requests = []
-    if lookups.tables:
-        requests = lookups.requests(*tensors_of(batch))
+    requests = lookups.requests(*tensors_of(batch))
     for i, (tables, request) in enumerate(zip(lookups.tables, requests, strict=True)):
         states = [layout.tables[table] for table in tables]
         plans[layout.device(states[0].variable)].look_up(i, states, request)
@@ -195,7 +188,7 @@ class Step:
         worker: the worker's index, an int64 scalar on the worker.
         aggregation: where the step gets its token, and what collects its pushes; by default
             the servers apply each push at once.
-        ahead: the step's lookups if they were pulled already, else None.
+        ahead: the step's lookups if they were pulled already (`pull_ahead`), else None.
         before: what must have happened on a server before the step pulls from it, by
             the server's device.
         hogwild: whether pushes to dense variables are applied side by side, without locks.
@@ -215,7 +208,7 @@ class Step:
         batch: Any,
         worker: tf.Tensor,
         aggregation: AtOnce = AT_ONCE,
-        ahead: Ahead | None = None,
+        ahead: dict[str, PullPlan] | None = None,
         before: Mapping[str, Sequence[tf.Operation]] | None = None,
         hogwild: bool = False,
     ):
@@ -230,37 +223,32 @@ class Step:
         self._batch = tensors_of(batch)
         self._made = 0  # Operations of the graph when the model begins to compute.
         self.private = list(private)
-        self._pulls: dict[str, ServerPull] = {}
-        self._pushes: list[tuple[base.Optimizer, dict[str, PushPlan]]] = []
+        # By the server's device.
+        self._pushes: dict[base.Optimizer, dict[str, PushPlan]] = {}
         self._decayed: set[int] = set()  # Ids of variables whose weights decay with a push.
         # Versions of tables whose gradients have every row once (for clipping).
         self._summed: dict[int, tf.Tensor] = {}
-        self._tables = {
-            id(s.variable): PulledTable(
-                s,
-                layout.device(s.variable),
-                self._pull_request,
-                whole=lookups.whole is None or i in lookups.whole,
-                after=self._after,
-            )
-            for i, s in enumerate(layout.tables)
-        }
-        dense = [state for states in layout.dense.values() for state in states]
-        variables = [*(state.variable for state in dense), *layout.shared]
-        self.placed = Placed(layout.placed, variables, dense, self._after, batch, worker)
+        self._tables: dict[int, PulledTable] = {}
+        for i, state in enumerate(layout.tables):
+            is_whole = lookups.whole is None or i in lookups.whole
+            pull_whole = self._pull_whole if is_whole else None
+            self._tables[id(state.variable)] = PulledTable(state, self._pull_request, pull_whole)
+        trained = [state.variable for state in layout.dense]
+        variables = [*trained, *layout.shared]
+        self.placed = Placed(layout.placed, variables, layout.dense, self._after, batch, worker)
         pulled, found = self._pull(lookups, batch, ahead)
         for i, request in found.items():
             first = layout.tables[lookups.tables[i][0]]
             self._tables[id(first.variable)].prefetched(request)
         self._shared = [(v, pulled[id(v)]) for v in layout.shared if id(v) in pulled]
         self._scope = PulledScope(
-            dense=[(s.variable, pulled[id(s.variable)]) for s in dense if id(s.variable) in pulled],
-            tables=[(s.variable, self._tables[id(s.variable)]) for s in layout.tables],
+            dense=[(v, pulled[id(v)]) for v in trained if id(v) in pulled],
+            tables=self._tables.values(),
             others=[
                 *zip(layout.private, private, strict=True),
                 *self._shared,
-                *((v, pulled[id(v)]) for o in layout.optimizers for v in schedule_variables(o)),
-                *_read_where_used([o._iterations for o in layout.optimizers], pulled, layout),
+                *((v, pulled[id(v)]) for v in map(schedule_variable, layout.optimizers)),
+                *((o._iterations, pulled[id(o._iterations)]) for o in layout.optimizers),
             ],
             late=[*self.placed.variables, *self.placed.wholes],
             trained=[*self.placed.trained, *self.placed.wholes],
@@ -269,7 +257,7 @@ class Step:
         )
 
     def _pull(
-        self, lookups: Lookups, batch: Any, ahead: Ahead | None
+        self, lookups: Lookups, batch: Any, ahead: dict[str, PullPlan] | None
     ) -> tuple[dict[int, tf.Tensor], dict[int, PulledRequest]]:
         """Pulls all that the step reads, in one message there and back for each server.
 
@@ -277,28 +265,27 @@ class Step:
             The values of variables, by the variables' ids; and the answers to
             `lookups`, by their numbers.
         """
-        plans = _plan_lookups(self._layout, lookups, batch) if ahead is None else ahead.plans
-        found: dict[int, PulledRequest] = {} if ahead is None else ahead.found
+        plans = _plan_lookups(self._layout, lookups, batch) if ahead is None else ahead
+        self._pulls = plans  # By the server's device.
         is_placed = self._layout.placed.devices.__contains__
-        for device, states in self._layout.dense.items():
-            if pulled := [state for state in states if not is_placed(id(state.variable))]:
-                plans[device].dense.extend(pulled)
+        for state in self._layout.dense:
+            if not is_placed(id(state.variable)):
+                plans[self._layout.device(state.variable)].dense.append(state)
         unversioned = [v for v in self._layout.shared if not is_placed(id(v))]
-        for optimizer in self._layout.optimizers:
-            unversioned += schedule_variables(optimizer)
-        for variable in unversioned:
-            where = self._layout.device(variable)
-            plans[where].unversioned.append(variable)
+        for variable in [*unversioned, *map(schedule_variable, self._layout.optimizers)]:
+            plans[self._layout.device(variable)].unversioned.append(variable)
         values: dict[int, tf.Tensor] = {}
+        found: dict[int, PulledRequest] = {}
         self._start(plans)
         for device, plan in plans.items():
-            after = [*self._after(device), *self._before.get(device, [])]
-            if ahead is not None and device in ahead.pulls:
-                pull = self._pulls[device] = ahead.pulls[device]
-                pull.arrived = None  # It came before what the step waits for.
-                plan.pull_variables(device, pull, values, after)
-            else:
-                self._pulls[device] = plan.pull(device, values, found, after)
+            plan.pull(device, [*self._after(device), *self._before.get(device, [])])
+            values |= plan.values
+            found |= plan.found
+        for variable in [optimizer._iterations for optimizer in self._layout.optimizers]:
+            if id(variable) not in values:
+                # It travels only if the step uses it.
+                with tf.control_dependencies(None), tf.device(self._layout.device(variable)):
+                    values[id(variable)] = variable._value.read_value()
         return values, dict(sorted(found.items()))
 
     @property
@@ -335,12 +322,21 @@ class Step:
         """Pulls what one request needs by itself."""
         plan = PullPlan(self._inserts)
         plan.look_up(0, states, request)
-        found: dict[int, PulledRequest] = {}
         device = self._layout.device(states[0].variable)
-        plan.pull(device, {}, found, self._after(device))
+        plan.pull(device, self._after(device))
         # Not to be pushed in place: the step's own pull is another message.
-        own = [dataclasses.replace(lookup, message=None) for lookup in found[0].lookups]
-        return dataclasses.replace(found[0], lookups=own)
+        own = [dataclasses.replace(lookup, message=None) for lookup in plan.found[0].lookups]
+        return dataclasses.replace(plan.found[0], lookups=own)
+
+    def _pull_whole(self, state: base.VariableState) -> PulledLookup:
+        """Pulls all rows of a table."""
+        device, shape = self._layout.device(state.variable), state.variable.shape
+        (table,), (versions,) = base.read_handles([state])
+        decays = base.log_decays_of([state])
+        with tf.control_dependencies(self._after(device)), tf.device(device):
+            values, pulled = ops.pull_table(table, versions, shape=shape, **decays)
+        bags = Bags(tf.range(shape[0], dtype=tf.int64))
+        return PulledLookup(bags, values, lambda: tf.identity(pulled), is_whole=True)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -364,7 +360,11 @@ class Step:
     @property
     def computed(self) -> list[tf.Tensor]:
         """What a finished step sends to servers, on the worker."""
-        return [t for _, plans in self._pushes for p in plans.values() for t in p.packed]
+        return [tensor for plan in self._push_plans for tensor in plan.packed]
+
+    @property
+    def _push_plans(self) -> list[PushPlan]:
+        return [plan for plans in self._pushes.values() for plan in plans.values()]
 
     def finish(
         self, compute_time: tf.Tensor | None = None
@@ -405,7 +405,7 @@ class Step:
             self._check_pushes()
         # Servers wait for what they are sent, and need not be told of the batch besides.
         with tf.control_dependencies(None):
-            for optimizer, plans in self._pushes:
+            for optimizer, plans in self._pushes.items():
                 arrived = {device: plan.send(device) for device, plan in plans.items()}
                 operations += self._apply(optimizer, plans, arrived)
         return self.kept(), operations
@@ -419,26 +419,24 @@ class Step:
         speed = speeds.of_trainer(self.worker) if self._pushes else None
         if speed is None:
             return
-        plans = [plan for _, plans in self._pushes for plan in plans.values()]
-        packed = [tensor for plan in plans for tensor in plan.packed]
-        kept = self.kept()
+        packed, kept = self.computed, self.kept()
         new = tf.compat.v1.get_default_graph().get_operations()[self._made :]
-        computed = [tensor for plan in plans for tensor in plan.computed]
+        computed = [tensor for plan in self._push_plans for tensor in plan.computed]
         made = [op for op in flops.needed(new, [*computed, *kept]) if not op.device]
         used = {tensor.op.name for op in made for tensor in op.inputs}
         # All that it computes; what a layer on a server gets may not be part of a push.
         with tf.control_dependencies([op for op in made if op.name not in used]):
             done = iter(speeds.computed(packed, made, speed, self._batch))
-        for plan in plans:
+        for plan in self._push_plans:
             plan.packed = [next(done) for _ in plan.packed]
 
     def _delay(self, seconds: float) -> None:
         """Has the pushes wait after they are computed."""
-        plans = [plan for _, plans in self._pushes for plan in plans.values()]
-        with tf.control_dependencies([tensor for plan in plans for tensor in plan.computed]):
+        computed = [tensor for plan in self._push_plans for tensor in plan.computed]
+        with tf.control_dependencies(computed):
             delay = ops.delay(seconds)
         with tf.control_dependencies([delay]):
-            for plan in plans:
+            for plan in self._push_plans:
                 plan.packed = [tf.identity(tensor) for tensor in plan.packed]
 
     def _apply(self, optimizer, plans: dict[str, PushPlan], arrived) -> list[tf.Operation]:
@@ -461,11 +459,11 @@ class Step:
 
     def _check_pushes(self) -> None:
         """Makes sure that each buffer gets what it waits for."""
-        plans = {(id(o), device): p for o, plans in self._pushes for device, p in plans.items()}
-        for device, optimizer, buffer in self._aggregation.buffers:
-            plan = plans.get((id(optimizer), device))
+        for buffer in self._aggregation.buffers:
+            optimizer, device = buffer.optimizer, buffer.device
+            plan = self._pushes.get(optimizer, {}).get(device)
             got = [] if plan is None else plan.dense
-            if plan is None or [id(s) for s in got] != [id(s) for s in buffer.dense]:
+            if plan is None or got != buffer.dense:
                 built = [s.variable.path for s in [*buffer.dense, *buffer.tables]]
                 raise ValueError(
                     f"under {self._aggregation.mode.name} training every trainable variable needs "
@@ -483,12 +481,8 @@ class Step:
             with tf.device(device):
                 pulled_step = self._pulled_steps[buffer.number]
                 aggregate = plan.collect(buffer, self._reached[device], pulled_step)
-            # Before others may start on the next step, which may read it.
-            counted = aggregation.count_step(optimizer, buffer, aggregate)
-            with tf.device(device):
-                applied = buffer.apply(optimizer, aggregate, plan.learning_rate, counted)
-            operations += aggregation.report_step(buffer, applied)
-            operations.append(applied.op)
+                rate = plan.learning_rate
+            operations += aggregation.apply(buffer, aggregate, rate)
         return operations
 
     # The push (see `context.Push`).
@@ -520,7 +514,7 @@ class Step:
         return summed
 
     def push(self, optimizer: base.Optimizer, grads, variables, learning_rate) -> None:
-        if any(other is optimizer for other, _ in self._pushes):
+        if optimizer in self._pushes:
             raise ValueError(
                 f"train_step applied gradients by {optimizer.name} more than once: a step pulls "
                 "the parameters once, so that what is computed for the second time knows nothing "
@@ -531,7 +525,7 @@ class Step:
         plans: dict[str, PushPlan] = {}
 
         def plan_of(device: str) -> PushPlan:
-            return plans.setdefault(device, PushPlan(self._pulls.get(device, ServerPull())))
+            return plans.setdefault(device, PushPlan(self._pulls[device]))
 
         for gradient, variable in zip(grads, variables, strict=True):
             if self.placed.has(variable):
@@ -548,14 +542,12 @@ class Step:
                 versions = self._summed[id(state.variable)]
                 plan.add_rows(state, gradient.values, gradient.indices, versions)
             else:
-                parts = None
-                if isinstance(gradient, tf.IndexedSlices):
-                    parts = table.complete(gradient)
+                parts = table.complete(gradient)
                 if parts is None or not plan.add_lookups(state, parts):
                     plan.add_rows(state, *table.resolve(gradient))
         for plan in plans.values():
             plan.pack(learning_rate)
-        self._pushes.append((optimizer, plans))
+        self._pushes[optimizer] = plans
 
     def decay_weights(self, variables) -> None:
         # Where buffers collect pushes, these decay weights when they apply a step.
@@ -565,24 +557,11 @@ class Step:
             self._decayed.update(pieces or [id(variable)])
 
 
-def _read_where_used(
-    variables: Sequence[keras.Variable], pulled: Mapping[int, tf.Tensor], layout: Layout
-) -> list[tuple[keras.Variable, tf.Tensor]]:
-    """(variable, its value) of those that are not pulled; they travel only if a step uses them."""
-    values = []
-    for variable in variables:
-        if id(variable) not in pulled:
-            with tf.control_dependencies(None), tf.device(layout.device(variable)):
-                values.append((variable, variable._value.read_value()))
-    return values
-
-
-def schedule_variables(optimizer: base.Optimizer) -> list[keras.Variable]:
+def schedule_variable(optimizer: base.Optimizer) -> keras.Variable:
     """What the learning rate of a step is computed from.
 
     The learning rate's own variable or, with a schedule, the global step: as
     pulled with the parameters, so that a schedule costs no round trip.
     """
-    if isinstance(optimizer._learning_rate, keras.Variable):
-        return [optimizer._learning_rate]
-    return [optimizer._iterations]
+    rate = optimizer._learning_rate
+    return rate if isinstance(rate, keras.Variable) else optimizer._iterations

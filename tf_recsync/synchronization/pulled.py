@@ -15,10 +15,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 from tensorflow.python.eager import record, tape
+from tensorflow.python.util.object_identity import ObjectIdentityDictionary
 
-from tf_recsync import ops
 from tf_recsync.ops.bags import Bags, Request, merge
-from tf_recsync.optimizers.base import VariableState, log_decays_of
+from tf_recsync.optimizers.base import VariableState
 
 
 class _Watched:
@@ -56,7 +56,8 @@ class TableStandIn(tf.__internal__.types.Tensor):
     trainable = True
 
     def __init__(self, state: VariableState):
-        self._state = state
+        self.state = state
+        self._stand_ins: list[tf.Tensor] = []  # For its values.
 
     @property
     def dtype(self) -> tf.DType:
@@ -64,20 +65,25 @@ class TableStandIn(tf.__internal__.types.Tensor):
 
     @property
     def shape(self) -> tf.TensorShape:
-        return tf.TensorShape(self._state.variable.shape)
+        return tf.TensorShape(self.state.variable.shape)
 
     @property
     def name(self) -> str:
-        return self._state.variable.path
+        return self.state.variable.path
 
     @property
     def _unique_id(self) -> str:
-        return self._state.variable._value._unique_id
+        return self.state.variable._value._unique_id
 
     @property
     def is_keyed(self) -> bool:
         """Whether its ids are keys."""
-        return self._state.keyed is not None
+        return self.state.keyed is not None
+
+    @property
+    def is_used_whole(self) -> bool:
+        """Whether anything is computed from a stand-in; Keras asks for its shape anyway."""
+        return any(stand_in.consumers() for stand_in in self._stand_ins)
 
     def get_shape(self) -> tf.TensorShape:
         return self.shape
@@ -127,8 +133,9 @@ class PulledLookup:
             computed from them there.
         versions: gives the versions of `bags.ids`, int64 [n]; they stay on the
             server until somebody asks.
-        message: the `messages.ServerPull` that pulled it with others; None for a
+        message: the `pull_plan.PullPlan` that pulled it with others; None for a
             lookup by itself.
+        number: its place among all lookups that were pulled with it.
         is_whole: whether it is all rows of the table, by their numbers.
     """
 
@@ -136,6 +143,7 @@ class PulledLookup:
     values: tf.Tensor
     versions: Callable[[], tf.Tensor]
     message: Any = None
+    number: int = 0
     is_whole: bool = False
 
 
@@ -189,14 +197,12 @@ class GradientPart:
     Attributes:
         lookup: the lookup.
         values: the gradient of its pooled vectors, [bags, ...].
-        positions: stand for the lookup in a gradient of the table.
         source: `values` is item `source[2]` of `source[0].pull_back(source[1])`, a
             `Computed` and the gradient of its result; None if it is anything else.
     """
 
     lookup: PulledLookup
     values: tf.Tensor
-    positions: tf.Tensor
     source: tuple[Computed, tf.Tensor, int] | None = None
 
 
@@ -210,33 +216,20 @@ class PulledTable(TableStandIn):
 
     Args:
         state: the optimizer's state of the table.
-        device: that holds it.
         pull: `pull(states, request)` pulls a `PulledRequest`.
-        whole: whether the step uses the table otherwise than for lookups.
-        after: `after(device)` gives what must be there before anything is pulled from a
-            server, tensors on it.
+        pull_whole: `pull_whole(state)` pulls all rows, a `PulledLookup`; None if the step uses
+            the table for lookups alone.
     """
 
-    def __init__(
-        self,
-        state: VariableState,
-        device: str,
-        pull: Callable,
-        whole: bool,
-        after: Callable[[str], list[tf.Tensor]],
-    ):
+    def __init__(self, state: VariableState, pull: Callable, pull_whole: Callable | None):
         super().__init__(state)
-        self._device = device
         self._pull = pull
-        self._after = after
-        self._whole = whole
-        self._stand_ins: list[tf.Tensor] = []
+        self._pull_whole = pull_whole
         # What the tape differentiates by; its value is never used.
         self.handle = tf.zeros([])
         self._looked_up = tf.zeros([], tf.int64)
         self._lookups: list[PulledLookup] = []
-        # What a gradient's indices stand for, by the tensor's id.
-        self._parts: dict[int, GradientPart] = {}
+        self._parts = ObjectIdentityDictionary()  # `GradientPart`s by a gradient's indices.
         self._prefetched: collections.deque[PulledRequest] = collections.deque()
 
     def prefetched(self, pulled: PulledRequest) -> None:
@@ -252,7 +245,7 @@ class PulledTable(TableStandIn):
         if first._prefetched:
             pulled = first._prefetched.popleft()
         else:
-            pulled = first._pull([table._state for table in tables], request)
+            pulled = first._pull([table.state for table in tables], request)
         return _differentiable(tables, pulled)
 
     def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
@@ -260,29 +253,16 @@ class PulledTable(TableStandIn):
 
         Keras asks every table for its shape, by way of its value.
         """
-        if not self._whole:
+        if self._pull_whole is None:
             self._stand_ins.append(tf.zeros(self.shape, dtype or self.dtype))
             return self._stand_ins[-1]
-        if self._state.variable.dtype != "float32":
+        if self.state.variable.dtype != "float32":
             raise ValueError(
                 f"table {self.name} is used as a whole, not for lookups alone, as by a regularizer "
                 "of its layer: under a strategy its dtype must be float32 then, not "
-                f"{self._state.variable.dtype}"
+                f"{self.state.variable.dtype}"
             )
-        variable, versions = self._state.variable._value, self._state.versions._value
-        with (
-            tf.control_dependencies(self._after(self._device)),
-            tf.device(self._device),
-        ):
-            values, pulled = ops.pull_table(
-                variable.handle,
-                versions.handle,
-                shape=self.shape,
-                **log_decays_of([self._state]),
-            )
-        bags = Bags(tf.range(self.shape[0], dtype=tf.int64))
-        lookup = PulledLookup(bags, values, lambda: tf.identity(pulled), is_whole=True)
-        values = _differentiable([self], PulledRequest([lookup]))
+        values = _differentiable([self], PulledRequest([self._pull_whole(self.state)]))
         return values if dtype is None else tf.cast(values, dtype)
 
     def note(self, lookup: PulledLookup) -> Callable:
@@ -295,34 +275,36 @@ class PulledTable(TableStandIn):
         def gradient_of_table(values, source=None):
             if lookup.is_whole and self.is_keyed:
                 raise ValueError(
-                    f"table {self._state.keyed.table!r} ({self.name}) is trained as a whole, not "
+                    f"table {self.state.keyed.table!r} ({self.name}) is trained as a whole, not "
                     "by lookups alone, as by a regularizer: under a strategy it must have no keys "
                     "then, as what is pushed says keys, not rows; leave it out of the loss"
                 )
             positions = tf.range(first, first + count)
             values = tf.reshape(values, [-1, *self.shape[1:]])
-            self._parts[id(positions)] = GradientPart(lookup, values, positions, source)
+            self._parts[positions] = GradientPart(lookup, values, source)
             return tf.IndexedSlices(values, positions)
 
         return gradient_of_table
 
     def check(self) -> None:
         """Makes sure, after the step, that nothing was computed from a stand-in."""
-        if any(stand_in.consumers() for stand_in in self._stand_ins):
+        if self.is_used_whole:
             raise RuntimeError(
                 f"the step uses table {self.name} as a whole, but did not when it was traced to "
                 "find its lookups; a step must do the same each time it is traced"
             )
 
-    def complete(self, gradient: tf.IndexedSlices) -> list[GradientPart] | None:
+    def complete(self, gradient: tf.IndexedSlices | tf.Tensor) -> list[GradientPart] | None:
         """The gradients of lookups that, one after the other, are `gradient`.
 
         None if the gradient is anything else.
         """
+        if not isinstance(gradient, tf.IndexedSlices):
+            return None
         indices, values = gradient.indices, gradient.values
         # Several lookups' gradients are added up by putting them side by side.
-        joined = indices.op.type == "ConcatV2" and id(indices) not in self._parts
-        parts = [self._parts.get(id(i)) for i in (_joined(indices) if joined else [indices])]
+        joined = indices.op.type == "ConcatV2" and indices not in self._parts
+        parts = [self._parts.get(i) for i in (_joined(indices) if joined else [indices])]
         if any(part is None for part in parts):
             return None
         if len({id(part.lookup) for part in parts}) < len(parts):
@@ -334,7 +316,7 @@ class PulledTable(TableStandIn):
         if joined:
             values = tf.split(values, tf.stack([part.lookup.bags.size for part in parts]))
         return [
-            GradientPart(part.lookup, value, part.positions)
+            GradientPart(part.lookup, value)
             for part, value in zip(parts, values if joined else [values], strict=True)
         ]
 
@@ -405,7 +387,7 @@ class PulledScope(keras.StatelessScope):
 
     Args:
         dense: (variable, pulled tensor) pairs of dense trainable variables.
-        tables: (variable, `PulledTable`) pairs.
+        tables: `TableStandIn`s.
         others: (variable, tensor) pairs of everything else that may be read and
             assigned in the step: metrics, moving averages, seeds.
         late: variables that are read when the step asks for them.
@@ -420,24 +402,24 @@ class PulledScope(keras.StatelessScope):
         for variable, _ in dense:
             as_variable(self.state_mapping[id(variable)], variable)
         self._dense = {id(v) for v in [*(v for v, _ in dense), *trained]}
-        self._tables = [(variable, table) for variable, table in tables]
-        self._trainable = self._dense | {id(v) for v, _ in tables}
+        self._tables = list(tables)
+        self._trainable = self._dense | {id(table.state.variable) for table in tables}
         self._late = {id(variable) for variable in late}
         self._read = read
         self._unread = {id(variable) for variable in unread}
-        for variable, table in tables:
-            self.state_mapping[id(variable)] = table
+        for table in tables:
+            self.state_mapping[id(table.state.variable)] = table
 
     def __enter__(self):
         # tf.gather recognises a variable by this method, which Keras variables
         # lack; without it a lookup would pull the whole table.
-        for variable, table in self._tables:
-            variable.sparse_read = table.sparse_read
+        for table in self._tables:
+            table.state.variable.sparse_read = table.sparse_read
         return super().__enter__()
 
     def __exit__(self, *args, **kwargs):
-        for variable, _ in self._tables:
-            del variable.sparse_read
+        for table in self._tables:
+            del table.state.variable.sparse_read
         return super().__exit__(*args, **kwargs)
 
     def get_current_value(self, variable):

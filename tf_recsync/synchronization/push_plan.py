@@ -19,7 +19,7 @@ from tf_recsync.ops.tokens import Token
 from tf_recsync.optimizers import base
 from tf_recsync.synchronization import links
 from tf_recsync.synchronization.gradient_buffer import GradientBuffer
-from tf_recsync.synchronization.pull_plan import ServerPull, cut, find_rows
+from tf_recsync.synchronization.pull_plan import PullPlan, cut, find_rows
 from tf_recsync.synchronization.pulled import Computed, GradientPart
 
 
@@ -30,25 +30,24 @@ class PushPlan:
         pull: what the step pulled from that server.
     """
 
-    def __init__(self, pull: ServerPull):
+    def __init__(self, pull: PullPlan):
         self._pull = pull
-        self._dense: list[tuple[int, tf.Tensor]] = []
+        self._dense: list[tuple[base.VariableState, tf.Tensor]] = []
         self._added: list[base.VariableState] = []  # Of all dense variables, in their order.
         # What is there already: gradients, and the versions that they were computed on.
         self._placed: list[tuple[base.VariableState, tf.Tensor, tf.Tensor]] = []
-        self._pooled: list[tuple[int, list[GradientPart]]] = []
+        self._pooled: list[tuple[base.VariableState, list[GradientPart]]] = []
         self._rows: list[tuple[base.VariableState, tf.Tensor, tf.Tensor, tf.Tensor]] = []
         # What travels; see `pack`.
         self.packed: list[tf.Tensor] = []
         # What has arrived on the server; see `send`.
         self._sent: list[tf.Tensor] = []
-        self._row_counts: tf.Tensor | None = None
-        self._row_ids: tf.Tensor | None = None
+        self._row_bags: PackedBags | None = None
         self._row_versions: tf.Tensor | None = None
 
     def add_dense(self, state: base.VariableState, gradient: tf.Tensor) -> None:
         """Adds the gradient of a dense variable."""
-        self._dense.append((_index(self._pull.dense, state), gradient))
+        self._dense.append((state, gradient))
         self._added.append(state)
 
     def add_placed(
@@ -73,12 +72,11 @@ class PushPlan:
         """
         if any(part.lookup.message is not self._pull for part in parts):
             return False
-        table = _index(self._pull.tables, state)
-        by_lookup = {id(part.lookup): part for part in parts}
-        pulled = self._pull.lookups[table]
-        if set(by_lookup) != {id(lookup) for lookup in pulled}:
+        by_lookup = {part.lookup: part for part in parts}
+        pulled = self._pull.lookups[state]
+        if set(by_lookup) != set(pulled):
             return False
-        self._pooled.append((table, [by_lookup[id(lookup)] for lookup in pulled]))
+        self._pooled.append((state, [by_lookup[lookup] for lookup in pulled]))
         return True
 
     def add_rows(self, state: base.VariableState, values, ids, versions) -> None:
@@ -114,8 +112,9 @@ class PushPlan:
             floats, *integers = [links.received(tensor) for tensor in self.packed]
             if self._rows:
                 n = len(self._rows)
-                self._row_counts, ids_and_versions = ops.unpack(integers[0], [[n], [-1]])
-                self._row_ids, self._row_versions = tf.split(ids_and_versions, 2)
+                counts, ids_and_versions = ops.unpack(integers[0], [[n], [-1]])
+                ids, self._row_versions = tf.split(ids_and_versions, 2)
+                self._row_bags = PackedBags(counts, ids)
             self._sent = self._split(floats)
         return floats
 
@@ -132,8 +131,8 @@ class PushPlan:
         """
         learning_rate = self.learning_rate
         _, dense, rows, pooled = self._sent
-        tables = [self._pull.tables[table] for table, _ in self._pooled]
-        states = [*self._added, *tables, *(state for state, _, _, _ in self._rows)]
+        tables = [state for state, *_ in [*self._pooled, *self._rows]]
+        states = [*self._added, *tables]
         operations = optimizer.decay_weights(
             [state for state in states if id(state.variable) in decayed], learning_rate
         )
@@ -198,38 +197,37 @@ class PushPlan:
 
     def _dense_versions(self) -> tuple[list[base.VariableState], tf.Tensor]:
         """The dense variables whose gradients were sent, and their versions as pulled."""
-        numbers = [number for number, _ in self._dense]
-        versions = self._pull.dense_versions
-        if numbers != list(range(len(self._pull.dense))):
-            versions = tf.gather(versions, numbers)
-        return [self._pull.dense[number] for number in numbers], versions
+        states = [state for state, _ in self._dense]
+        versions, pulled = self._pull.dense_versions, self._pull.dense
+        if states != pulled:
+            versions = tf.gather(versions, [pulled.index(state) for state in states])
+        return states, versions
 
     def _all_dense(self, sent: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """The gradients of all dense variables, flattened, and the variables' versions."""
-        found = {id(state): (gradient, version) for state, gradient, version in self._placed}
+        found = {state: (gradient, version) for state, gradient, version in self._placed}
         if self._dense:
             states, versions = self._dense_versions()
             if not found:
                 return sent, versions
             sizes = [state.variable.shape.num_elements() for state in states]
             pieces = zip(cut(sent, sizes, len(sizes)), tf.split(versions, len(sizes)), strict=True)
-            found |= {id(state): pair for state, pair in zip(states, pieces, strict=True)}
-        gradients, versions = zip(*(found[id(state)] for state in self._added), strict=True)
+            found |= dict(zip(states, pieces, strict=True))
+        gradients, versions = zip(*(found[state] for state in self._added), strict=True)
         return ops.pack([gradients]), tf.concat(versions, 0)
 
     def _updates_of_rows(self, pooled: tf.Tensor, rows: tf.Tensor) -> list[tuple]:
         """(states of tables, gradients, bags, versions) of pooled vectors and of rows."""
         parts = []
         if self._pooled:
-            tables = [table for table, _ in self._pooled]
+            states = [state for state, _ in self._pooled]
+            tables = [self._pull.tables.index(state) for state in states]
             bags, versions = self._pull.rows.select(tables, self._pull.row_versions)
-            states = [self._pull.tables[table] for table in tables]
             parts.append((states, self._pooled_gradients(pooled), bags, versions))
         if self._rows:
             states = [state for state, _, _, _ in self._rows]
-            bags = PackedBags(self._row_counts, self._row_ids)
             versions = self._row_versions
-            bags, found = find_rows(states, bags, inserts=False, expected=versions)
+            bags, found = find_rows(states, self._row_bags, inserts=False, expected=versions)
             if found is not None:
                 versions = in_same_life(versions, found)
             parts.append((states, rows, bags, versions))
@@ -254,9 +252,8 @@ class PushPlan:
         sources = self._sources()
         if not sources:
             return sent
-        numbers = {id(k): i for i, k in enumerate(k for ks in self._pull.lookups for k in ks)}
         direct = [part for part in self._parts() if part.source is None]
-        sizes = [self._pull.sizes[numbers[id(part.lookup)]] for part in direct]
+        sizes = [self._pull.sizes[part.lookup.number] for part in direct]
         sizes += [tf.size(computed.result, out_type=tf.int64) for computed, _ in sources.values()]
         pieces = cut(sent, sizes, len(sizes))
         values = {id(part): piece for part, piece in zip(direct, pieces, strict=False)}
@@ -275,18 +272,9 @@ class PushPlan:
 
     def _split(self, floats: tf.Tensor) -> list[tf.Tensor]:
         """The learning rate, and the gradients of dense variables, rows, and pooled vectors."""
-        dense = sum(
-            self._pull.dense[number].variable.shape.num_elements() for number, _ in self._dense
-        )
+        dense = sum(state.variable.shape.num_elements() for state, _ in self._dense)
         rows: int | tf.Tensor = 0
         if self._rows:
-            widths = [
-                tf.TensorShape(state.variable.shape[1:]).num_elements()
-                for state, _, _, _ in self._rows
-            ]
-            rows = tf.reduce_sum(self._row_counts * tf.constant(widths, tf.int64))
+            widths = [state.width for state, _, _, _ in self._rows]
+            rows = tf.reduce_sum(self._row_bags.counts * tf.constant(widths, tf.int64))
         return ops.unpack(floats, [[1], [dense], [rows], [-1]])
-
-
-def _index(states: list[base.VariableState], state: base.VariableState) -> int:
-    return next(i for i, s in enumerate(states) if s is state)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -16,21 +15,6 @@ from tensorflow.python.eager import context
 from tf_recsync import ops
 from tf_recsync.cluster import CHIEF, Cluster, processor_of
 from tf_recsync.synchronization.remote_functions import RemoteFunction, traced_once
-
-
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """What is asked of a server.
-
-    Attributes:
-        handles: of the variables, all on that server.
-        log: the handle of a log of batches, there, too; None if none is read.
-        known: an int64 scalar there: how many numbers may be forgotten, see `ops.noted_batches`.
-    """
-
-    handles: Sequence[tf.Tensor]
-    log: tf.Tensor | None = None
-    known: tf.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,19 +59,20 @@ class PackedReader:
         Raises:
             tf.errors.OpError: if its server is gone.
         """
-        return self.read(Asked(handles)).values if handles else []
+        return self.read(handles).values if handles else []
 
-    def read(self, asked: Asked) -> Answer:
+    def read(self, asked: Sequence[tf.Tensor]) -> Answer:
         """Reads variables of a server, and a log there if it reads logs.
+
+        Args:
+            asked: the handles of the variables, all on that server; and of a log of batches there,
+                and an int64 scalar: how many numbers may be forgotten, see `ops.noted_batches`.
 
         Raises:
             tf.errors.OpError: if its server is gone.
         """
-        arguments = list(asked.handles)
-        if self._reads_log:
-            arguments += [asked.log, asked.known]
         with tf.device(CHIEF):
-            message = _reader(len(self._places), self._reads_log)(*arguments)
+            message = _reader(len(self._places), self._reads_log)(*asked)
         return self.answer(np.array(message))  # What is fetched may not be written.
 
     def answer(self, message: np.ndarray) -> Answer:
@@ -189,30 +174,19 @@ def _values_in(message: tf.Tensor, layout: _Layout) -> list[tf.Tensor]:
     return values
 
 
-def _on_processor(function: Callable) -> Callable:
-    """Has its operations on the processor, where those of this package run."""
-
-    @functools.wraps(function)
-    def placed(*arguments):
-        with tf.device("CPU:0"):
-            return function(*arguments)
-
-    return placed
-
-
 @traced_once
 def _maker(layout: _Layout, constants: int, has_log: bool) -> RemoteFunction:
-    @_on_processor
     def make(message):
-        values = _values_in(message, layout)
-        made = [tf.identity(value) for value in values[:constants]]
-        for (dtype, shape), value in list(zip(layout, values, strict=True))[constants:]:
-            handle = tf.raw_ops.VarHandleOp(
-                dtype=dtype, shape=shape, shared_name=context.anonymous_name()
-            )
-            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-            made.append(handle)
-        return [*made, ops.worker_log()] if has_log else made
+        with tf.device("CPU:0"):  # Where the operations of this package run.
+            values = _values_in(message, layout)
+            made = [tf.identity(value) for value in values[:constants]]
+            for (dtype, shape), value in list(zip(layout, values, strict=True))[constants:]:
+                handle = tf.raw_ops.VarHandleOp(
+                    dtype=dtype, shape=shape, shared_name=context.anonymous_name()
+                )
+                tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+                made.append(handle)
+            return [*made, ops.worker_log()] if has_log else made
 
     function = tf.function(make, autograph=False)
     return RemoteFunction(function.get_concrete_function(tf.TensorSpec([None], tf.uint8)))

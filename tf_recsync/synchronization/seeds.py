@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
+from tf_recsync._instead import instead
 from tf_recsync.cluster import CHIEF
 from tf_recsync.shown_variable import ShownVariable, arguments_of
 
@@ -81,15 +82,10 @@ def generator_of_steps() -> keras.random.SeedGenerator:
         return keras.random.SeedGenerator(aside.randint(1, 10**9))
 
 
-@contextlib.contextmanager
-def drawing_from(generator: keras.random.SeedGenerator | None) -> Iterator[None]:
+def drawing_from(
+    generator: keras.random.SeedGenerator | None,
+) -> contextlib.AbstractContextManager[None]:
     """Inside, what draws without a seed draws from this one; from Keras's own if it is None."""
     if generator is None:
-        yield
-        return
-    before = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, before)
+        return contextlib.nullcontext()
+    return instead(global_state.GLOBAL_STATE_TRACKER, GLOBAL_SEED_GENERATOR, generator)

@@ -51,6 +51,9 @@ class TokenList:
         device: the name of the device that keeps the list; by default that of the surrounding
             `tf.device` scope, or this process.
 
+    Attributes:
+        handle: the list's handle, a resource scalar. It does not keep the list alive.
+
     Raises:
         tf.errors.InvalidArgumentError: if an argument is not allowed.
     """
@@ -69,7 +72,7 @@ class TokenList:
         # tf.device(None) would undo the surrounding scope.
         scope = contextlib.nullcontext() if device is None else tf.device(device)
         with tf.init_scope(), scope:
-            self._handle = tokens.token_list(
+            self.handle = tokens.token_list(
                 f"recsync_token_list_{uuid.uuid4().hex}",
                 repeats=repeats,
                 gate=gate,
@@ -77,12 +80,7 @@ class TokenList:
                 servers=servers,
                 clock_bound=clock_bound,
             )
-        self._deleter = ResourceDeleter(self._handle, self._handle.device)
-
-    @property
-    def handle(self) -> tf.Tensor:
-        """The list's handle, a resource scalar. It does not keep the list alive."""
-        return self._handle
+        self._deleter = ResourceDeleter(self.handle, self.handle.device)
 
     def take(self, worker: int | tf.Tensor) -> tokens.Token:
         """Takes the next token when the gate opens for a worker; waits until then.
@@ -95,7 +93,7 @@ class TokenList:
                 the list is deleted meanwhile.
             tf.errors.NotFoundError: if the list was deleted before.
         """
-        return tokens.take_token(self._handle, worker)
+        return tokens.take_token(self.handle, worker)
 
     def lose(self, worker: int | tf.Tensor) -> tokens.Loss:
         """Takes a worker that is gone out of the list.
@@ -109,7 +107,7 @@ class TokenList:
             worker: an int64 scalar, from 0 to workers - 1. Of one that is gone already the result
                 is the same again, until its tokens are reissued or it is back.
         """
-        return tokens.lose_worker(self._handle, worker)
+        return tokens.lose_worker(self.handle, worker)
 
     def reissue(self, indices: Sequence[int] | tf.Tensor) -> tf.Tensor:
         """Has tokens of lost workers be the next to be handed out.
@@ -121,7 +119,7 @@ class TokenList:
         Returns:
             How many they were, an int64 scalar.
         """
-        return tokens.reissue_tokens(self._handle, indices)
+        return tokens.reissue_tokens(self.handle, indices)
 
     def leave(self, worker: int | tf.Tensor) -> tf.Operation | None:
         """Takes a worker that has come to the end of its data out of the list.
@@ -129,7 +127,7 @@ class TokenList:
         Args:
             worker: an int64 scalar, from 0 to workers - 1. All its pushes have arrived.
         """
-        return tokens.leave_tokens(self._handle, worker)
+        return tokens.leave_tokens(self.handle, worker)
 
     def report_step(self, server: int | tf.Tensor, step: int | tf.Tensor) -> tf.Operation | None:
         """Tells the list how many applications a server has finished.
@@ -138,7 +136,7 @@ class TokenList:
             server: an int64 scalar, from 0 to servers - 1.
             step: an int64 scalar of at least 0; ignored unless it is above earlier ones.
         """
-        return tokens.report_step(self._handle, server, step)
+        return tokens.report_step(self.handle, server, step)
 
     def seek(self, step: int | tf.Tensor) -> tf.Operation | None:
         """Goes on as a new list in which all servers have reached a step.
@@ -152,11 +150,11 @@ class TokenList:
         Raises:
             tf.errors.FailedPreconditionError: if a worker waits for a token.
         """
-        return tokens.seek_tokens(self._handle, step)
+        return tokens.seek_tokens(self.handle, step)
 
     def state(self) -> TokenListState:
         """Where the list stands, and who waits; only in eager code."""
-        raw = fetch(tokens.token_list_state(self._handle))
+        raw = fetch(tokens.token_list_state(self.handle))
         values = tokens.RawState(*(array.tolist() for array in raw))
         held: dict[int, tuple[int, ...]] = {}
         for worker, index in values.held:
@@ -222,11 +220,6 @@ class TokenListState:
     lost: int
     skipped: int
 
-    @property
-    def smallest_step(self) -> int:
-        """The step that all servers have reached."""
-        return min(self.steps)
-
     def describe(self) -> str:
         """Who waits for whom, in words, for an error message."""
         if not self.waiting:
@@ -263,7 +256,7 @@ class TokenListState:
         withheld = f"; {_listed(lost)} of lost workers not handed on yet" if lost else ""
         return (
             f"{_listed(waiting)} {verb} for step {step} (token {index}) on {_listed(servers)}; "
-            f"of step {self.smallest_step}, {at_work}{withheld}"
+            f"of step {min(self.steps)}, {at_work}{withheld}"
         )
 
 

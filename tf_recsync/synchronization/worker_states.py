@@ -83,9 +83,8 @@ class WorkerStates(tf.train.experimental.PythonState):
                     f"workers' states have the format {int(arrays['format'])}, not {_FORMAT}"
                 )
             workers = arrays["workers"].tolist()
-            copies = [name for name in arrays.files if "/" in name]
-            count = len(copies)
-            extras = {name: arrays[name] for name in arrays.files if name not in copies}
+            extras = {name: arrays[name] for name in arrays.files if "/" not in name}
+            count = len(arrays.files) - len(extras)
             if count != len(workers) * len(variables):
                 raise ValueError(
                     f"the checkpoint holds {count} copies of {len(workers)} workers, each of which "
