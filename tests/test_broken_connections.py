@@ -237,7 +237,13 @@ def test_a_connection_that_breaks_all_the_time_ends_the_run(two, caplog):
             return steps, False, None
         raise tf.errors.UnavailableError(None, None, "the network is down")
 
-    batches = types.SimpleNamespace(PLACE)
+    batches = types.SimpleNamespace(
+        data=types.SimpleNamespace(readers=0),
+        distributed=types.SimpleNamespace(check_retries=lambda: None),
+        retries=False,
+        recounts=False,
+        round=0,
+    )
     leases = Leases(1, None, two.workers)
     run = worker_run.WorkerRun(
         two, leases, batches, lambda slot: None, call, lambda: False, 60.0, 60.0
