@@ -206,6 +206,21 @@ def test_a_listener_that_fails_keeps_nobody_from_knowing(caplog):
     assert "could not be told of ps:0" in caplog.text
 
 
+def test_a_server_is_taken_in_again_though_who_was_told_of_its_loss_was_interrupted():
+    class Interrupted(Told):
+        def lost(self, server, is_news):
+            raise KeyboardInterrupt
+
+    members, listener = connected(), Interrupted([])
+    members.listen(listener, Order.TRAINING)
+    members.lost(WORKER, None, "in a test")
+    with pytest.raises(KeyboardInterrupt):
+        members.deliver()
+    members.readmitted(WORKER)
+    members.deliver()
+    assert members.join(WORKER, object()) == members.life(WORKER)
+
+
 def test_a_listener_that_is_dropped_is_told_no_more():
     members, told = connected(), []
     listener = Told(told)

@@ -448,21 +448,23 @@ class Membership:
                         return
                     server, how, is_news = self._events.popleft()
                     listeners = [ref() for _, ref in self._listeners]
-                if how is None:
-                    logging.warning("%s:%d is back and takes part again.", *server)
-                elif is_news:
-                    logging.warning("%s:%d was lost %s.", *server, how)
-                else:
-                    logging.info("%s:%d is still away: it was lost %s.", *server, how)
-                for listener in filter(None, listeners):
-                    try:
-                        if how is None:
-                            listener.back(server)
-                        else:
-                            listener.lost(server, is_news)
-                    except Exception:
-                        # The others have to know all the same.
-                        logging.exception("%r could not be told of %s:%d.", listener, *server)
-                if how is not None:
-                    with self._lock:
-                        self._records[server].untold -= 1
+                try:
+                    if how is None:
+                        logging.warning("%s:%d is back and takes part again.", *server)
+                    elif is_news:
+                        logging.warning("%s:%d was lost %s.", *server, how)
+                    else:
+                        logging.info("%s:%d is still away: it was lost %s.", *server, how)
+                    for listener in filter(None, listeners):
+                        try:
+                            if how is None:
+                                listener.back(server)
+                            else:
+                                listener.lost(server, is_news)
+                        except Exception:
+                            # The others have to know all the same.
+                            logging.exception("%r could not be told of %s:%d.", listener, *server)
+                finally:  # By Ctrl-C, too, after which the server may be needed.
+                    if how is not None:
+                        with self._lock:
+                            self._records[server].untold -= 1
