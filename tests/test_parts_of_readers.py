@@ -91,6 +91,8 @@ def test_parts_have_the_same_order_each_time_and_another_one_in_each_pass(tmp_pa
         ),
         (tf.data.Dataset.random(3).take(4), "begins with RandomDataset"),
         (tf.data.Dataset.zip(tf.data.Dataset.range(4), tf.data.Dataset.random(3)), ""),
+        # A zip as well, of random numbers and a counter: each part would be all of it.
+        (tf.data.Dataset.random(3).enumerate().take(4), "not with elements to be divided"),
         (
             tf.data.Dataset.choose_from_datasets(
                 [tf.data.Dataset.range(4)] * 2, tf.data.Dataset.range(2).repeat(4)

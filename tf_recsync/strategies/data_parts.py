@@ -54,6 +54,8 @@ def why_indivisible(dataset: tf.data.Dataset) -> str:
     except tf.errors.OpError as error:
         return error.message
     divided, passed = _Description(graph).divided()
+    if not divided:  # Each part would be the whole.
+        return "it begins with random numbers or counters, and not with elements to be divided"
     others = [node.op for node in divided if node.op not in _DIVIDED]
     if others:
         return f"it begins with {others[0]}, and not with range, slices or names of files"
