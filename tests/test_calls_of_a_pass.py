@@ -70,16 +70,18 @@ def test_a_pass_of_a_batch_takes_ten_calls_a_worker(strategy, model, data, calls
     assert 4 * WORKERS <= calls_to_workers.total() <= 10 * WORKERS, calls_to_workers
 
 
-def test_servers_build_their_parts_of_a_function_once_in_their_lives():
+def test_servers_build_their_parts_of_a_function_anew_when_one_of_them_has_been_taken_in():
     class State:
         inputs = ()
 
     built = []
     function = Repeated(lambda iterator: built.append(iterator), None)
-    first, later = {("worker", 0): 1, ("ps", 0): 1}, {("worker", 0): 1, ("ps", 0): 2}
-    for iterator, lives in enumerate([first, first, later, {("worker", 1): 1}, later]):
-        function.build(iterator, State(), lives)
-    assert built == [0, 2, 3]
+    one, other = ("worker", 0), ("worker", 1)
+    first, later = {one: 1, other: 1}, {one: 1, other: 2}
+    begun = [(one, first), (other, first), (one, first), (one, later), (other, later), (one, later)]
+    for iterator, (worker, lives) in enumerate(begun):
+        function.build(iterator, State(), worker, lives)
+    assert built == [0, 1, 3, 4]
 
 
 def test_what_could_not_be_built_is_built_later():
@@ -96,7 +98,7 @@ def test_what_could_not_be_built_is_built_later():
 
     function = Repeated(once, None)
     with pytest.raises(tf.errors.UnavailableError):
-        function.build(None, State(), {("worker", 0): 1})
+        function.build(None, State(), ("worker", 0), {("worker", 0): 1})
     for _ in range(2):
-        function.build(None, State(), {("worker", 0): 1})
+        function.build(None, State(), ("worker", 0), {("worker", 0): 1})
     assert len(attempts) == 2

@@ -128,6 +128,7 @@ class Steps:
         self._batches: PassBatches | None = None  # Of the pass that runs, or ran last.
         self._is_numbered = False  # Whether those that functions were traced for last have numbers.
         self._notes_events = False  # Whether these note what steps do when.
+        self._takes_time = False  # Whether their steps take an artificial time.
         self._reader: PackedReader | None = None  # Of the workers' metrics.
         self._initial: list[np.ndarray] = []  # Of what workers keep for themselves, in a pass.
         self._seeds = WorkerSeeds()
@@ -444,7 +445,8 @@ class Steps:
 
         def open_worker(slot: Slot):
             before, kept = slot.state, None
-            if slot.kept_data == self._settings.cluster.membership.life(slot.worker):
+            lives = self._settings.cluster.membership.lives
+            if slot.kept_data == lives[slot.worker]:
                 kept, before.iterator = before.iterator, None  # Nobody closes it with `before`.
             if kept is None:
                 slot.kept_data = None
@@ -463,13 +465,13 @@ class Steps:
                 raise
             slot.state = state  # From now on it is closed, whatever happens.
             for function in self._functions_of(slot).values():
-                function.build(iterator.empty(), state, slot.lives)
+                function.build(iterator.empty(), state, slot.worker, lives)
             self._read_worker(slot, batches, state.first_answer(private[:metrics]))
             slot.kept_data = None
 
         def call(slot: Slot, n: int):
             state = slot.state
-            state.begin(slot.pass_began if self._settings.compute_time else None)
+            state.begin(slot.pass_began if self._takes_time else None)
             slot.begin_call(n)
             if state.reset_metrics:
                 state.reset([np.array(value) for value in initial[:metrics]])
@@ -686,6 +688,7 @@ class Steps:
         )
         if key != self._key:
             self._key = None
+            self._takes_time = compute_time is not None
             self._step_logs = StepLogs(self._model, self.method, spec, self._logged)
             # Groups whose trainers hold their copies name the same devices.
             groups = {() if g is None else g.servers: g for g in self._groups()}

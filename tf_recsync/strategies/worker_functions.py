@@ -91,10 +91,14 @@ class Repeated:
     def __init__(self, once: Callable, loop: Callable | None):
         self._once = once
         self._loop = loop
-        self._built: set[frozenset[tuple[Server, int]]] = set()
+        self._built: dict[Server, Mapping[Server, int]] = {}
 
     def build(
-        self, iterator: tf.data.Iterator, state: WorkerState, lives: Mapping[Server, int]
+        self,
+        iterator: tf.data.Iterator,
+        state: WorkerState,
+        worker: Server,
+        lives: Mapping[Server, int],
     ) -> None:
         """Has servers build their parts of it, unless they have, without doing it.
 
@@ -103,13 +107,14 @@ class Repeated:
         Args:
             iterator: on the worker, without batches.
             state: the worker's.
-            lives: those of the servers that it needs, and of the worker.
+            worker: the worker.
+            lives: those of all servers: when one of them is taken into the cluster again, the
+                others forget what they have built.
         """
-        built = frozenset(lives.items())
-        if built not in self._built:
+        if self._built.get(worker) != lives:
             with contextlib.suppress(tf.errors.OutOfRangeError):
                 self._once(iterator, *state.inputs)
-            self._built.add(built)
+            self._built[worker] = lives
 
     def __call__(self, iterator: tf.data.Iterator, times: int, state: WorkerState) -> Any:
         """Calls a worker, in its device scope.

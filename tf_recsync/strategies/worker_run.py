@@ -637,7 +637,8 @@ class WorkerRun:
 
     def _leave_data(self, slot: Slot) -> None:
         """A worker's thread ends."""
-        if self._error is not None and not slot.lost and self._keeps_data():
+        has_data = slot.state is not None and not slot.lost
+        if self._error is not None and has_data and self._keeps_data():
             slot.kept_data = self._cluster.membership.life(slot.worker)
         else:
             self._close(slot, slot.state)
