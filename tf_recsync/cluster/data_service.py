@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 import threading
 import time
 import weakref
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 from absl import logging
 from tensorflow.core.protobuf import service_config_pb2
+from tensorflow.python.ops import script_ops
 
 from tf_recsync import _engine
 from tf_recsync.cluster import signs_of_life, tf_config
@@ -27,7 +29,9 @@ _CLIENT_MILLISECONDS = 60 * 60 * 1000
 _CONNECT_SECONDS = 3.0  # To a reader that is there.
 _RECONNECT_MILLISECONDS = 250  # How often it is looked whether a reader is back.
 _CLOSE_SECONDS = 1.0  # After these a connection that nobody needs is closed.
-_END_SECONDS = 0.5  # How often it is looked whether the last pipeline has ended.
+_END_SECONDS = 0.25  # How often it is looked whether the last pipeline has ended,
+_QUIET_LOOKS = 4  # and so many times in a row it has to have.
+_CALL = script_ops.FuncRegistry.__call__.__code__  # By which pipelines call functions in Python.
 _LOOPBACK = "127.0.0.1"
 
 
@@ -84,8 +88,9 @@ class DataService:
     """A dispatcher and a worker of tf.data's service, in this process.
 
     It ends with `close`, or when nobody refers to it any more, as soon as the last pipeline
-    has ended: TensorFlow stops the servers with Python's lock held and waits for the threads
-    of their pipelines, which may need that lock.
+    has ended, and no pipeline of this process has been in Python for a moment: TensorFlow
+    stops the servers with Python's lock held and waits for the threads of their pipelines,
+    which may need that lock. A pipeline that has ended may still be in a generator.
 
     Args:
         host: see `DataServices`.
@@ -124,11 +129,23 @@ class _Servers:
         return self._worker._num_tasks()
 
     def end(self) -> None:
-        """Stops the servers once no pipeline is open."""
-        while self.tasks() > 0:
+        """Stops the servers once no pipeline is open, or in Python."""
+        quiet = 0  # How often none was, in a row.
+        while quiet < _QUIET_LOOKS:
             time.sleep(_END_SECONDS)
+            quiet = 0 if self.tasks() > 0 or _is_python_at_work() else quiet + 1
         self._worker._stop()
         self._dispatcher._stop()
+
+
+def _is_python_at_work() -> bool:
+    """Whether a pipeline runs a function in Python, or waits for its end."""
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_code is _CALL:
+                return True
+            frame = frame.f_back
+    return False
 
 
 def _end(servers: _Servers) -> None:
