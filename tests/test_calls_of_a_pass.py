@@ -77,10 +77,9 @@ def test_servers_build_their_parts_of_a_function_anew_when_one_of_them_has_been_
     built = []
     function = Repeated(lambda iterator: built.append(iterator), None)
     one, other = ("worker", 0), ("worker", 1)
-    first, later = {one: 1, other: 1}, {one: 1, other: 2}
-    begun = [(one, first), (other, first), (one, first), (one, later), (other, later), (one, later)]
-    for iterator, (worker, lives) in enumerate(begun):
-        function.build(iterator, State(), worker, lives)
+    begun = [(one, 2), (other, 2), (one, 2), (one, 3), (other, 3), (one, 3)]
+    for iterator, (worker, lives_begun) in enumerate(begun):
+        function.build(iterator, State(), worker, lives_begun)
     assert built == [0, 1, 3, 4]
 
 
@@ -98,7 +97,7 @@ def test_what_could_not_be_built_is_built_later():
 
     function = Repeated(once, None)
     with pytest.raises(tf.errors.UnavailableError):
-        function.build(None, State(), ("worker", 0), {("worker", 0): 1})
+        function.build(None, State(), ("worker", 0), 1)
     for _ in range(2):
-        function.build(None, State(), ("worker", 0), {("worker", 0): 1})
+        function.build(None, State(), ("worker", 0), 1)
     assert len(attempts) == 2

@@ -1,19 +1,13 @@
 """Data services of this process, and their ends."""
 
-import contextlib
-import socket
 import threading
 import time
 
 import tensorflow as tf
+from helpers import wait_until
 
 from tf_recsync.cluster.data_service import DataServices
-
-
-def listens(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
-        return True
-    return False
+from tf_recsync.cluster.signs_of_life import accepts_connections
 
 
 def test_a_service_does_not_end_while_a_generator_of_its_pipeline_waits():
@@ -27,7 +21,7 @@ def test_a_service_does_not_end_while_a_generator_of_its_pipeline_waits():
 
     dataset = tf.data.Dataset.from_generator(elements, output_signature=tf.TensorSpec([], tf.int64))
     service = DataServices("127.0.0.1").new()
-    port = int(service.own_address.rpartition(":")[2])
+    address = service.own_address.removeprefix("grpc://")
     dataset = dataset.apply(
         tf.data.experimental.service.distribute("distributed_epoch", service.own_address)
     )
@@ -43,13 +37,8 @@ def test_a_service_does_not_end_while_a_generator_of_its_pipeline_waits():
     threading.Thread(target=close, daemon=True).start()
     assert has_closed.wait(60)
     # The pipeline is gone from the service's list within seconds, though it waits still.
-    deadline = time.monotonic() + 10
-    while service._servers.tasks() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(3.0)
-    assert listens(port)
+    assert wait_until(lambda: service._servers.tasks() == 0, 60)
+    time.sleep(3.0)  # Longer than a service that nothing holds takes to end.
+    assert accepts_connections(address)
     may_go_on.set()
-    deadline = time.monotonic() + 60
-    while listens(port):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    assert wait_until(lambda: not accepts_connections(address), 60)

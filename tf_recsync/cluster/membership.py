@@ -225,6 +225,12 @@ class Membership:
         with self._lock:
             return {server: record.life for server, record in self._records.items()}
 
+    @property
+    def lives_begun(self) -> int:
+        """How many lives all servers have begun together: it grows whenever one is lost."""
+        with self._lock:
+            return sum(record.life for record in self._records.values())
+
     def are_current(self, lives: Mapping[Server, int]) -> bool:
         """Whether servers live as they did, and are there."""
         with self._lock:

@@ -445,8 +445,9 @@ class Steps:
 
         def open_worker(slot: Slot):
             before, kept = slot.state, None
-            lives = self._settings.cluster.membership.lives
-            if slot.kept_data == lives[slot.worker]:
+            membership = self._settings.cluster.membership
+            lives_begun = membership.lives_begun
+            if slot.kept_data == membership.life(slot.worker):
                 kept, before.iterator = before.iterator, None  # Nobody closes it with `before`.
             if kept is None:
                 slot.kept_data = None
@@ -465,7 +466,7 @@ class Steps:
                 raise
             slot.state = state  # From now on it is closed, whatever happens.
             for function in self._functions_of(slot).values():
-                function.build(iterator.empty(), state, slot.worker, lives)
+                function.build(iterator.empty(), state, slot.worker, lives_begun)
             self._read_worker(slot, batches, state.first_answer(private[:metrics]))
             slot.kept_data = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -91,14 +91,10 @@ class Repeated:
     def __init__(self, once: Callable, loop: Callable | None):
         self._once = once
         self._loop = loop
-        self._built: dict[Server, Mapping[Server, int]] = {}
+        self._built: dict[Server, int] = {}  # By the worker, in which lives of servers.
 
     def build(
-        self,
-        iterator: tf.data.Iterator,
-        state: WorkerState,
-        worker: Server,
-        lives: Mapping[Server, int],
+        self, iterator: tf.data.Iterator, state: WorkerState, worker: Server, lives_begun: int
     ) -> None:
         """Has servers build their parts of it, unless they have, without doing it.
 
@@ -108,13 +104,13 @@ class Repeated:
             iterator: on the worker, without batches.
             state: the worker's.
             worker: the worker.
-            lives: those of all servers: when one of them is taken into the cluster again, the
-                others forget what they have built.
+            lives_begun: see `Membership`: when a server that was lost is taken into the cluster
+                again, the others forget what they have built.
         """
-        if self._built.get(worker) != lives:
+        if self._built.get(worker) != lives_begun:
             with contextlib.suppress(tf.errors.OutOfRangeError):
                 self._once(iterator, *state.inputs)
-            self._built[worker] = lives
+            self._built[worker] = lives_begun
 
     def __call__(self, iterator: tf.data.Iterator, times: int, state: WorkerState) -> Any:
         """Calls a worker, in its device scope.
